@@ -1,0 +1,188 @@
+"""Turning a model into a bit-centered one, and back."""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from halp.bitcenter.dispatch import assign
+from halp.bitcenter.offsets import Context
+from halp.bitcenter.tensor import BitCenteredTensor
+from halp.formats import FloatFormat
+from halp.precision import Precision, Scale
+
+_WIDE = (torch.float32, torch.float64)
+
+
+def bit_center(
+    model: nn.Module,
+    format: str | FloatFormat = "fp16",
+    rounding: str = "near",
+    *,
+    scale: Scale = "auto",
+    offsets: str = "on-site",
+    arithmetic: str = "auto",
+    offset_dtype: torch.dtype | None = None,
+    seed: int = 0,
+) -> nn.Module:
+    """Make every parameter of ``model`` a bit-centered tensor, in place; return the model.
+
+    The parameters keep their identity, so tied weights stay tied and an optimizer made earlier goes
+    on working. Each starts with its value as the offset and a delta of zero. From then on the whole
+    forward and backward pass carries offsets and low-precision deltas; see
+    :class:`halp.bitcenter.BitCenteredTensor`.
+
+    Args:
+        model: any module with float32 or float64 parameters. That dtype is what deltas are computed
+            and stored in.
+        format: the number format of the deltas.
+        rounding: how every delta is rounded: ``"near"``, ``"stoc"`` or ``"void"`` (not at all).
+        scale: scale of the deltas, see :func:`halp.quantize`. With ``None``, fp16 deltas underflow
+            once updates get small.
+        offsets: ``"on-site"``: each pass computes offsets and deltas side by side.
+        arithmetic: ``"auto"`` or ``"emulated"``: low-precision values are stored in a wide dtype.
+        offset_dtype: dtype of the offsets w̃ and of all that is computed from them; by default the
+            model's. float32 offsets end at gradient norms of about 5e-8, float64 ones at 1e-16.
+        seed: names the random bits of ``"stoc"``.
+
+    Raises:
+        ValueError: the model has no floating-point parameters, is bit-centered already, or an
+            argument is none of the accepted values.
+        TypeError: a parameter is neither float32 nor float64.
+    """
+    precision = Precision(format, rounding, scale, seed=seed)  # type: ignore[arg-type]
+    if offsets != "on-site":
+        raise ValueError(f'offsets must be "on-site", not {offsets!r}')
+    if arithmetic not in ("auto", "emulated"):
+        raise ValueError(f'arithmetic must be "auto" or "emulated", not {arithmetic!r}')
+    if offset_dtype is not None and offset_dtype not in _WIDE:
+        raise ValueError(f"offset_dtype must be torch.float32 or torch.float64, not {offset_dtype}")
+    parameters = dict(model.named_parameters())
+    for name, parameter in parameters.items():
+        if isinstance(parameter, BitCenteredTensor):
+            raise ValueError(f"parameter {name!r} is bit-centered already; halp.to_plain(model) first")
+        if isinstance(parameter, nn.parameter.UninitializedParameter):
+            raise TypeError(f"parameter {name!r} is not initialized; run a forward pass first")
+        if parameter.dtype not in _WIDE:
+            raise TypeError(
+                f"parameter {name!r} is {parameter.dtype}; bit centering takes torch.float32 or "
+                "torch.float64 parameters and emulates the low precision"
+            )
+    if not parameters:
+        raise ValueError("the model has no parameters to bit-center")
+    context = Context(precision)
+    _replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
+    for module in model.modules():
+        hook = module._register_state_dict_hook(_plain_state)
+        module._halp_state_hook = hook  # type: ignore[assignment]
+    return model
+
+
+def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> BitCenteredTensor:
+    offset = parameter.detach().to(offset_dtype, copy=True)
+    return BitCenteredTensor(offset, torch.zeros_like(parameter), context)
+
+
+def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Give plain ``w̃ + z`` in ``state_dict()``; with ``keep_vars`` the parameters themselves."""
+    for name, parameter in module._parameters.items():
+        entry = state.get(prefix + name)
+        if isinstance(entry, BitCenteredTensor) and entry is not parameter:
+            state[prefix + name] = entry.value
+
+
+def is_bit_centered(model: nn.Module) -> bool:
+    """Whether any parameter of ``model`` is bit-centered."""
+    return any(isinstance(p, BitCenteredTensor) for p in model.parameters())
+
+
+def to_plain(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
+    """Make a bit-centered model plain for good, in place; return it.
+
+    Every parameter becomes ``w̃ + z`` in the model's own dtype (or in ``dtype``), and keeps its
+    identity. A plain model is returned as it is.
+    """
+    _replace_parameters(model, lambda p: _plain(p, dtype))
+    for module in model.modules():
+        hook = module.__dict__.pop("_halp_state_hook", None)
+        if hook is not None:
+            hook.remove()
+    return model
+
+
+@contextmanager
+def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterator[nn.Module]:
+    """Within the block, the parameters of ``model`` are plain tensors ``w̃ + z``.
+
+    For evaluation, export, or anything that wants the plain model. A parameter that is written to
+    inside the block becomes a new center (with a delta of zero); others return unchanged. The
+    parameters have no gradients inside, and get their own back afterwards. A plain model is left
+    alone.
+
+    Args:
+        model: any module.
+        dtype: dtype of the plain parameters; by default the model's own, whatever the dtype of its
+            offsets.
+    """
+    saved: dict[int, tuple[Tensor, Tensor | None]] = {}
+    versions: dict[int, int] = {}
+    for parameter in model.parameters():
+        if isinstance(parameter, BitCenteredTensor):
+            saved[id(parameter)] = (parameter.detach(), parameter.grad)
+            parameter.grad = None
+    _replace_parameters(model, lambda p: _plain(p, dtype))
+    for parameter in model.parameters():
+        if id(parameter) in saved:
+            versions[id(parameter)] = parameter._version
+    try:
+        yield model
+    finally:
+        written = {
+            id(p): p.detach().clone() for p in model.parameters() if versions.get(id(p)) != p._version
+        }
+        for parameter in model.parameters():
+            if id(parameter) in saved:
+                parameter.grad = None
+        _replace_parameters(
+            model, lambda p: saved[id(p)][0] if id(p) in saved else p
+        )
+        for parameter in model.parameters():
+            if id(parameter) in saved:
+                if id(parameter) in written:
+                    assign(parameter.detach(), written[id(parameter)])  # type: ignore[arg-type]
+                parameter.grad = saved[id(parameter)][1]
+
+
+def value(t: Tensor) -> Tensor:
+    """Return the plain tensor ``offset + delta`` of a bit-centered one, in the offset's dtype.
+
+    The result is detached and aliases nothing. Of a plain tensor, a detached copy.
+    """
+    return t.value if isinstance(t, BitCenteredTensor) else t.detach().clone()
+
+
+def _plain(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
+    if not isinstance(parameter, BitCenteredTensor):
+        return parameter
+    return parameter.value.to(dtype or parameter.delta.dtype)
+
+
+def _replace_parameters(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
+    """Swap each parameter's tensor (and gradient's) for ``replace(it)``, keeping its identity.
+
+    ``Module._apply`` knows how: also for modules that hold their weights twice, like ``nn.LSTM``.
+    """
+    parameters = {id(p) for p in model.parameters()}
+    gradients = {id(p.grad) for p in model.parameters() if p.grad is not None}
+
+    def apply(t: Tensor) -> Tensor:
+        return replace(t) if id(t) in parameters or id(t) in gradients else t
+
+    swap = torch.__future__.get_swap_module_params_on_conversion()
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model._apply(apply)
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(swap)

@@ -1,0 +1,284 @@
+"""From an ATen operation on bit-centered tensors to the rule that computes its delta.
+
+The order is: the operation's own rule; for an in-place operation, the out-of-place rule and a copy
+into both parts; a decomposition into other operations; an error that names the operation.
+"""
+
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._decomp import decomposition_table
+from torch._ops import OpOverload
+
+from halp.bitcenter import tensor as tensor_module
+from halp.bitcenter.offsets import Context
+from halp.bitcenter.tensor import BitCenteredTensor
+from halp.calls import call
+from halp.random_bits import is_traced
+
+#: Runs an operation: takes it, its positional and its keyword arguments, and returns its result.
+Handler = Callable[[OpOverload, tuple, dict], Any]
+
+HANDLERS: dict[OpOverload, Handler] = {}
+
+
+class Operand:
+    """A floating-point operand as a rule sees it.
+
+    Attributes:
+        delta: e, on the low-precision grid; None for a constant (a plain tensor), whose e is zero.
+        offset: u, rounded to the low-precision format and stored in the delta's dtype.
+        exact: u unrounded, in the offset's dtype, for rules that decide or that would cancel.
+        decision: which elements of the full value a ReLU let through, if this came out of one.
+        shape: the operand's shape.
+    """
+
+    __slots__ = ("_context", "_dtype", "_tensor", "delta", "shape")
+
+    def __init__(self, tensor: Tensor, context: Context, dtype: torch.dtype) -> None:
+        self._tensor = tensor
+        self._context = context
+        self._dtype = dtype
+        self.delta: Any = tensor.delta if type(tensor) is BitCenteredTensor else None
+        self.shape = tensor.shape
+
+    @property
+    def offset(self) -> Tensor:
+        if self.delta is None:
+            return self._context.copies.rounded(self._tensor, self._dtype)
+        return self._tensor.low_offset  # type: ignore[attr-defined]
+
+    @property
+    def exact(self) -> Tensor:
+        return self._tensor if self.delta is None else self._tensor.offset  # type: ignore[attr-defined]
+
+    @property
+    def decision(self) -> Tensor | None:
+        return None if self.delta is None else self._tensor.decision  # type: ignore[attr-defined]
+
+
+class Decided(NamedTuple):
+    """A rule's delta together with the decision that the backward pass must repeat."""
+
+    delta: Tensor
+    decision: Tensor
+
+
+def register_rule(*ops: OpOverload) -> Callable[[Callable], Callable]:
+    """Register a delta rule for ATen operations.
+
+    The rule is called with the operation's arguments, in which every floating-point tensor has
+    become an operand with the attributes ``offset`` (u, rounded to the format), ``delta`` (e, or
+    None where the operand is a plain tensor, a constant) and ``exact`` (u unrounded). Integer and
+    boolean tensors stay as they are. The rule returns the result's delta in a new tensor, computed
+    wide: the dispatcher rounds it, and computes the offset with the operation itself. For an
+    operation with several results it returns a tuple, with None for a result without a delta.
+
+    Example:
+        >>> @register_rule(torch.ops.aten.cosh.default)
+        ... def cosh(x):
+        ...     return 2 * torch.sinh(x.offset + x.delta / 2) * torch.sinh(x.delta / 2)
+    """
+
+    def register(rule: Callable) -> Callable:
+        for op in ops:
+            HANDLERS[op] = _handler_of(rule)
+        return rule
+
+    return register
+
+
+def register_handler(*ops: OpOverload) -> Callable[[Handler], Handler]:
+    """Register a function that runs an operation as a whole: for what is not arithmetic."""
+
+    def register(handler: Handler) -> Handler:
+        for op in ops:
+            HANDLERS[op] = handler
+        return handler
+
+    return register
+
+
+def model_of(args: Any, kwargs: dict) -> BitCenteredTensor | None:
+    """Return the argument that results are modelled on: the first bit-centered one.
+
+    A floating-point one comes before integer or boolean ones.
+    """
+    first = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        if type(value) is list or type(value) is tuple:
+            value = model_of(value, {})
+        if type(value) is BitCenteredTensor:
+            if value.dtype.is_floating_point:
+                return value
+            first = value if first is None else first
+    return first
+
+
+def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run ``func`` on arguments with bit-centered tensors among them."""
+    like = model_of(args, kwargs)
+    if like is None:
+        return func(*args, **kwargs)
+    if like.context.offsets_only:
+        return _on_offsets(func, args, kwargs, like.dtype)
+    handler = HANDLERS.get(func)
+    if handler is not None:
+        return handler(func, args, kwargs)
+    if func._schema.is_mutable:
+        return _in_place(func, args, kwargs)
+    if not like.dtype.is_floating_point:
+        return on_both_values(func, args, kwargs)
+    decomposition = decomposition_table.get(func)
+    result = decomposition(*args, **kwargs) if decomposition else func.decompose(*args, **kwargs)
+    if result is NotImplemented:
+        raise NotImplementedError(
+            f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
+            f"halp.bitcenter.register_rule(torch.ops.{func})"
+        )
+    return result
+
+
+def _on_offsets(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> Any:
+    """Run ``func`` on offsets alone, with plain tensors promoted to the offsets' dtype."""
+    if func._schema.is_mutable:
+        return call(func, args, kwargs, lambda x: _exact(x, x.dtype))
+    return call(func, args, kwargs, lambda x: _exact(x, dtype))
+
+
+def _exact(x: Tensor, dtype: torch.dtype) -> Tensor:
+    if type(x) is BitCenteredTensor:
+        return x.offset
+    return x.to(dtype) if x.dtype.is_floating_point and x.dtype != dtype else x
+
+
+def _handler_of(rule: Callable) -> Handler:
+    """Make a rule into a handler: it adds the offset, and rounds the delta."""
+
+    def handler(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        like = model_of(args, kwargs)
+        assert like is not None
+        context = like.context
+        if not like.dtype.is_floating_point:
+            return on_both_values(func, args, kwargs)
+        dtype, delta_dtype = like.dtype, like.delta.dtype
+
+        def operand(x: Tensor) -> Any:
+            if not x.dtype.is_floating_point:
+                return x
+            return Operand(x, context, delta_dtype)
+
+        def offset() -> Any:
+            return _on_offsets(func, args, kwargs, dtype)
+
+        result = call(rule, args, kwargs, operand)  # type: ignore[arg-type]
+        decision = None
+        if type(result) is Decided:
+            result, decision = result
+        if isinstance(result, tuple):
+            offsets = offset()
+            return tuple(
+                part if delta is None else wrap(part, delta, like)
+                for part, delta in zip(offsets, result, strict=True)
+            )
+        in_backward = torch._C._current_autograd_node() is not None
+        if in_backward and not is_traced(like.delta):
+            return _wrap_deferred(offset, result, like)
+        wrapped = wrap(offset(), result, like)
+        wrapped.decision = decision
+        return wrapped
+
+    return handler
+
+
+def wrap(offset: Tensor, delta: Tensor, like: BitCenteredTensor) -> BitCenteredTensor:
+    """Round ``delta`` and put it together with its offset, in the offset's memory layout."""
+    delta = like.context.rounder(delta).to(_delta_dtype(like, offset))
+    return BitCenteredTensor(offset, _in_layout_of(offset, delta), like.context)
+
+
+def _delta_dtype(like: BitCenteredTensor, offset: Tensor) -> torch.dtype:
+    return like.delta.dtype if like.dtype.is_floating_point else offset.dtype
+
+
+def _wrap_deferred(
+    offset: Callable[[], Tensor], delta: Tensor, like: BitCenteredTensor
+) -> BitCenteredTensor:
+    rounded = like.context.rounder(delta).to(like.delta.dtype)
+    deferred = like.context.defer(lambda: _in_layout_of(rounded, offset()))
+    return BitCenteredTensor(deferred, rounded, like.context, like.dtype)
+
+
+def _in_layout_of(model: Tensor, x: Tensor) -> Tensor:
+    """Return ``x`` with the strides of ``model``: views must be able to take both parts alike."""
+    if x.stride() == model.stride():
+        return x
+    return torch.empty_strided(model.shape, model.stride(), dtype=x.dtype, device=x.device).copy_(x)
+
+
+def on_both_values(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run an operation that decides or jumps on the offset, and again on the full value.
+
+    Integer and boolean results carry both; the delta of a floating-point result is the difference.
+    """
+    like = model_of(args, kwargs)
+    assert like is not None
+    offsets = call(func, args, kwargs, lambda x: x.offset if type(x) is BitCenteredTensor else x)
+    values = call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
+
+    def pair(offset: Any, value: Any) -> Any:
+        if not isinstance(value, Tensor):
+            return value
+        if value.dtype.is_floating_point:
+            return wrap(offset, value - offset, like)
+        return BitCenteredTensor(offset, _in_layout_of(offset, value), like.context)
+
+    if isinstance(values, tuple | list):
+        return type(values)(map(pair, offsets, values))
+    return pair(offsets, values)
+
+
+@lru_cache(maxsize=None)
+def _out_of_place(func: OpOverload) -> OpOverload | None:
+    """Return the operation that computes what an in-place one writes to its first argument."""
+    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    return getattr(packet, func._overloadname, None)
+
+
+def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run the out-of-place operation and copy its result into both parts of the first argument."""
+    functional = _out_of_place(func) if func._schema.name.endswith("_") else None
+    if functional is None:
+        raise NotImplementedError(f"{func} cannot write bit-centered tensors; use its plain form")
+    target = args[0]
+    if type(target) is not BitCenteredTensor:
+        raise RuntimeError(
+            f"{func} would write a bit-centered value into a plain tensor, which would lose its "
+            "delta; use the out-of-place operation, or halp.value(t) for the plain value"
+        )
+    result = functional(*args, **kwargs)
+    assign(target, result)
+    return target
+
+
+def assign(target: BitCenteredTensor, source: Tensor) -> None:
+    """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
+    if type(source) is BitCenteredTensor:
+        offset, delta, decision = source.offset, source.delta, source.decision
+    else:
+        offset, delta, decision = source, None, None
+    target.context.settle()
+    target.offset.copy_(offset)
+    if not target.dtype.is_floating_point:
+        target.delta.copy_(source if delta is None else delta)
+    elif delta is None:
+        target.delta.zero_()
+    else:
+        target.delta.copy_(delta)
+    target.decision = decision
+
+
+tensor_module._dispatch = dispatch

@@ -1,0 +1,94 @@
+"""Operations that are linear in each operand: matrix products, sums, and moving elements about."""
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.bitcenter.dispatch import Operand, register_rule
+
+aten = torch.ops.aten
+
+
+def bilinear(op: Callable[[Any, Any], Tensor], x: Any, y: Any) -> Tensor:
+    """``δ(x·y) = e_x·(u_y + e_y) + u_x·e_y``; the half of a constant or a number is skipped."""
+    if not isinstance(x, Operand):
+        return op(x, y.delta)
+    if not isinstance(y, Operand):
+        return op(x.delta, y)
+    if x.delta is None:
+        return op(x.offset, y.delta)
+    if y.delta is None:
+        return op(x.delta, y.offset)
+    return op(x.delta, y.offset + y.delta).add_(op(x.offset, y.delta))
+
+
+@register_rule(aten.mm.default, aten.bmm.default, aten.mv.default, aten.dot.default)
+def product(x: Operand, y: Operand) -> Tensor:
+    """A matrix product is bilinear (``matmul`` takes the same shapes as each of these)."""
+    return bilinear(torch.matmul, x, y)
+
+
+@register_rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
+def add_product(bias: Operand, x: Operand, y: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
+    """``δ(β·b + α·x·y) = β·e_b + α·δ(x·y)``, one kernel."""
+    if x.delta is None and y.delta is None:
+        delta = torch.zeros_like(torch.matmul(x.offset, y.offset))
+    else:
+        delta = bilinear(torch.matmul, x, y)
+    if alpha != 1:
+        delta.mul_(alpha)
+    return delta if bias.delta is None else delta.add_(bias.delta, alpha=beta)
+
+
+def same_operation(op: Callable, *args: Any, **kwargs: Any) -> Any:
+    """The delta of a linear operation is the operation on the deltas."""
+    return op(*replace_operands(args), **kwargs)
+
+
+def replace_operands(values: Any) -> list:
+    """Return arguments with operands replaced by their deltas, those of constants by zeros."""
+    return [
+        replace_operands(value)
+        if type(value) is list
+        else delta_of(value)
+        if type(value) is Operand
+        else value
+        for value in values
+    ]
+
+
+def delta_of(x: Operand) -> Tensor:
+    """Return the delta of an operand: zeros for a constant."""
+    return torch.zeros_like(x.offset) if x.delta is None else x.delta
+
+
+for _op in (
+    aten.neg.default,
+    aten.sum.default,
+    aten.sum.dim_IntList,
+    aten.mean.default,
+    aten.mean.dim,
+    aten.cumsum.default,
+    aten.cat.default,
+    aten.stack.default,
+    aten.constant_pad_nd.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.repeat.default,
+    aten.tril.default,
+    aten.triu.default,
+    aten.gather.default,
+    aten.index_select.default,
+    aten.index.Tensor,
+    aten.index_add.default,
+    aten.scatter_add.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+    aten.native_dropout_backward.default,
+    aten.trace.default,
+):
+    register_rule(_op)(partial(same_operation, _op))

@@ -1,0 +1,127 @@
+"""Softmax and the losses: one kernel each."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.bitcenter.dispatch import Operand, register_rule
+
+aten = torch.ops.aten
+
+_MEAN, _SUM = 1, 2
+
+
+@register_rule(aten._log_softmax.default)
+def log_softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
+    """Per row, r = argmax p: ``e′ − log1p(Σ p_k·expm1(e′_k))`` with ``e′ = e − e_r``.
+
+    p is the softmax of the unrounded offset. Without r, the rows of a confident model cancel.
+    """
+    shifted, change = _softmax_change(torch.softmax(x.exact, dim), x.delta, dim)
+    return shifted - change
+
+
+@register_rule(aten._softmax.default)
+def softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
+    """``p_j·expm1(δ log p_j)``."""
+    probability = torch.softmax(x.exact, dim)
+    shifted, change = _softmax_change(probability, x.delta, dim)
+    return probability * torch.expm1(shifted - change)
+
+
+def _softmax_change(probability: Tensor, e: Tensor, dim: int) -> tuple[Tensor, Tensor]:
+    """Return e′ and what the log of the normalizing sum gains."""
+    likeliest = probability.argmax(dim, keepdim=True)
+    shifted = e - e.gather(dim, likeliest)
+    change = torch.log1p((probability * torch.expm1(shifted)).sum(dim, keepdim=True))
+    return shifted, change
+
+
+@register_rule(aten._log_softmax_backward_data.default)
+def log_softmax_backward(gradient: Operand, y: Operand, dim: int, input_dtype: Any) -> Tensor:
+    """``δ(g − p·Σg) = e_g − p·Σe_g − δp·Σ(u_g + e_g)``, p = exp(y_o), ``δp = p·expm1(y_d)``."""
+    probability = torch.exp(y.exact)
+    sum_after = _full(gradient).sum(dim, keepdim=True)
+    delta = 0 if y.delta is None else -probability * torch.expm1(y.delta) * sum_after
+    if gradient.delta is None:
+        return delta  # type: ignore[return-value]
+    return delta + (gradient.delta - probability * gradient.delta.sum(dim, keepdim=True))
+
+
+@register_rule(aten._softmax_backward_data.default)
+def softmax_backward(gradient: Operand, y: Operand, dim: int, input_dtype: Any) -> Tensor:
+    """``y·(g − Σ y·g)``: with s = g − Σ y·g, ``δ = y_d·(s_o + δs) + y_o·δs``."""
+    p, g = y.exact, gradient.offset
+    e_y = torch.zeros_like(p) if y.delta is None else y.delta
+    e_g = torch.zeros_like(g) if gradient.delta is None else gradient.delta
+    centered = g - (p * g).sum(dim, keepdim=True)
+    change = e_g - (e_y * (g + e_g) + p * e_g).sum(dim, keepdim=True)
+    return e_y * (centered + change) + p * change
+
+
+def _full(x: Operand) -> Tensor:
+    return x.offset if x.delta is None else x.offset + x.delta
+
+
+@register_rule(aten.nll_loss_forward.default, aten.nll_loss2d_forward.default)
+def nll_loss(
+    x: Operand, target: Tensor, weight: Operand | None, reduction: int, ignore_index: int
+) -> tuple[Tensor, None]:
+    """Linear in the log-probabilities; the total weight does not depend on them."""
+    forward = aten.nll_loss_forward if x.delta.dim() <= 2 else aten.nll_loss2d_forward
+    exact_weight = None if weight is None else weight.offset
+    return forward(x.delta, target, exact_weight, reduction, ignore_index)[0], None
+
+
+@register_rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
+def nll_loss_backward(
+    gradient: Operand,
+    x: Operand,
+    target: Tensor,
+    weight: Operand | None,
+    reduction: int,
+    ignore_index: int,
+    total_weight: Any,
+) -> Tensor:
+    """Linear in the gradient; of the log-probabilities only the shape is read."""
+    backward = aten.nll_loss_backward if len(x.shape) <= 2 else aten.nll_loss2d_backward
+    shape_only = torch.empty_like(x.exact, dtype=x.offset.dtype if x.delta is None else x.delta.dtype)
+    if gradient.delta is None:
+        return torch.zeros_like(shape_only)
+    exact_weight = None if weight is None else weight.offset
+    total = total_weight.exact if isinstance(total_weight, Operand) else total_weight
+    return backward(
+        gradient.delta,
+        shape_only,
+        target,
+        exact_weight,
+        reduction,
+        ignore_index,
+        total.to(shape_only.dtype),
+    )
+
+
+@register_rule(aten.mse_loss.default)
+def mse_loss(x: Operand, target: Operand, reduction: int = _MEAN) -> Tensor:
+    """With the residual r = x − y: ``δ(r²) = e_r·(2u_r + e_r)``, r unrounded lest it cancel."""
+    e = _residual_delta(x, target)
+    squares = e * (2 * (x.exact - target.exact) + e)
+    return {_MEAN: torch.mean, _SUM: torch.sum}.get(reduction, lambda t: t)(squares)
+
+
+@register_rule(aten.mse_loss_backward.default)
+def mse_loss_backward(gradient: Operand, x: Operand, target: Operand, reduction: int) -> Tensor:
+    """``δ(c·g·r) = c·(e_r·(u_g + e_g) + u_r·e_g)`` with c = 2, or 2/n for the mean."""
+    e = _residual_delta(x, target)
+    factor = 2 / e.numel() if reduction == _MEAN else 2
+    delta = e * _full(gradient)
+    if gradient.delta is not None:
+        delta = delta + (x.exact - target.exact) * gradient.delta
+    return factor * delta
+
+
+def _residual_delta(x: Operand, target: Operand) -> Tensor:
+    if target.delta is None:
+        return x.delta.expand(torch.broadcast_shapes(x.shape, target.shape))
+    return -target.delta if x.delta is None else x.delta - target.delta

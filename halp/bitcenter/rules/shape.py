@@ -1,0 +1,179 @@
+"""Views and copies: the same operation on both parts, which never rounds."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
+
+from halp.bitcenter.dispatch import assign, register_handler
+from halp.bitcenter.offsets import Offset
+from halp.bitcenter.tensor import BitCenteredTensor
+from halp.calls import call
+from halp.random_bits import is_traced
+
+aten = torch.ops.aten
+
+
+@register_handler(
+    aten.alias.default,
+    aten.as_strided.default,
+    aten.detach.default,
+    aten.diagonal.default,
+    aten.expand.default,
+    aten.permute.default,
+    aten.select.int,
+    aten.slice.Tensor,
+    aten.squeeze.default,
+    aten.squeeze.dim,
+    aten.squeeze.dims,
+    aten.t.default,
+    aten.transpose.int,
+    aten.unfold.default,
+    aten.unsqueeze.default,
+    aten.view.default,
+    aten._unsafe_view.default,
+    aten._reshape_alias.default,
+)
+def view(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Alias both parts: writing to the view writes to both parts of its base."""
+    x = args[0]
+
+    def see(part: Tensor) -> Tensor:
+        return func(part, *args[1:], **kwargs)
+
+    if is_traced(x.delta):
+        result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
+        result.decision = x.decision if func is aten.detach.default else None
+        return return_and_correct_aliasing(func, args, kwargs, result)
+    if func is aten.detach.default or func is aten.alias.default:
+        result = BitCenteredTensor(x._offset, see(x.delta), x.context, x.dtype)
+        result.decision = x.decision
+        return result
+    base = x._offset
+    if base.is_computed:
+        offset = Offset(see(base.tensor), view=(base, see))
+    else:
+        offset = x.context.defer(lambda: see(base.tensor))
+    return BitCenteredTensor(offset, see(x.delta), x.context, x.dtype)
+
+
+@register_handler(
+    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default
+)
+def views(func: OpOverload, args: tuple, kwargs: dict) -> list[BitCenteredTensor]:
+    """Several views at once."""
+    x = args[0]
+    parts = zip(
+        func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs), strict=True
+    )
+    return [BitCenteredTensor(offset, delta, x.context) for offset, delta in parts]
+
+
+@register_handler(aten.clone.default, aten.contiguous.default, aten.lift_fresh.default)
+def copy(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+    """Copy both parts."""
+    x = args[0]
+    offset, delta = func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs)
+    result = BitCenteredTensor(offset, delta, x.context)
+    result.decision = x.decision
+    return result
+
+
+@register_handler(aten._to_copy.default)
+def convert(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+    """Move to another device, or to float32 or float64; integers keep both values.
+
+    Raises:
+        RuntimeError: conversion to a narrower dtype, which would round offset and delta alike.
+    """
+    (x,) = args
+    dtype = kwargs.get("dtype") or x.dtype
+    if not dtype.is_floating_point:
+        return _from_values(x, func(x.offset, **kwargs), func(x.value, **kwargs))
+    if dtype not in (torch.float32, torch.float64):
+        raise RuntimeError(
+            f"a bit-centered tensor cannot be converted to {dtype} (by .half(), .bfloat16(), "
+            "autocast, …): that would round its offset; its deltas are in "
+            f"{x.context.precision.format} already. Use halp.to_plain(model) first, or stay in "
+            "float32 or float64"
+        )
+    if not x.dtype.is_floating_point:
+        offset = func(x.offset, **kwargs)
+        return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
+    return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+
+
+def _from_values(x: BitCenteredTensor, offset: Tensor, value: Tensor) -> BitCenteredTensor:
+    return BitCenteredTensor(offset, value, x.context)
+
+
+@register_handler(aten.copy_.default)
+def copy_into(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+    """``target.copy_(source)``: a plain source becomes the offset, with a delta of zero.
+
+    Raises:
+        RuntimeError: ``target`` is a plain tensor, which cannot hold a delta.
+    """
+    target, source = args[:2]
+    if type(target) is not BitCenteredTensor:
+        raise RuntimeError(
+            "copying a bit-centered tensor into a plain one would lose its delta; copy "
+            "halp.value(source), which is offset + delta"
+        )
+    assign(target, source)
+    return target
+
+
+@register_handler(
+    aten.empty_like.default,
+    aten.full_like.default,
+    aten.new_empty.default,
+    aten.new_empty_strided.default,
+    aten.new_full.default,
+    aten.new_ones.default,
+    aten.new_zeros.default,
+    aten.ones_like.default,
+    aten.rand_like.default,
+    aten.randn_like.default,
+    aten.zeros_like.default,
+)
+def create(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+    """Create a tensor like a bit-centered one: a new offset with a delta of zero."""
+    x = args[0]
+    offset = func(x.offset, *args[1:], **kwargs)
+    if not offset.dtype.is_floating_point:
+        return BitCenteredTensor(offset, offset.clone(), x.context)
+    delta_dtype = x.delta.dtype if x.dtype.is_floating_point else offset.dtype
+    return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=delta_dtype), x.context)
+
+
+@register_handler(
+    aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default
+)
+def randomize(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+    """Fill with random values, drawn once for both parts: they become the offset."""
+    x = args[0]
+    assign(x, func(torch.empty_like(x.offset), *args[1:], **kwargs))
+    return x
+
+
+@register_handler(aten.bernoulli.p)
+def bernoulli(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+    """The out-of-place form, which compiled code uses for dropout."""
+    x = args[0]
+    offset = func(x.offset, *args[1:], **kwargs)
+    return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=x.delta.dtype), x.context)
+
+
+@register_handler(aten._local_scalar_dense.default)
+def item(func: OpOverload, args: tuple, kwargs: dict) -> float | int | bool:
+    """``t.item()`` is offset + delta."""
+    return args[0].value.item()
+
+
+@register_handler(aten.equal.default)
+def equal(func: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """``torch.equal`` compares full values."""
+    return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)

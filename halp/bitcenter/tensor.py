@@ -1,0 +1,168 @@
+"""BitCenteredTensor: a tensor that is the sum of a high-precision offset and a low-precision delta."""
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.bitcenter.offsets import Context, Offset
+
+_dispatch: Callable[[Any, tuple, dict], Any]
+
+
+class BitCenteredTensor(Tensor):
+    """``offset + delta``, of which every operation computes both parts.
+
+    The offset is in high precision; the delta's values lie on the grid of a low-precision format.
+    Operations map deltas to deltas by rules in which no large numbers cancel (``halp.bitcenter
+    .rules``), so that the delta's *relative* error stays at the format's unit roundoff however small
+    the delta is. PyTorch's autograd differentiates it: after ``loss.backward()``, ``p.grad.delta``
+    is ∇f(w̃+z) − ∇f(w̃) and ``p.grad.offset`` is ∇f(w̃).
+
+    Integer and boolean tensors (comparisons, indices) carry two values as well: what the offset
+    alone gives, and in ``delta`` what the full value gives.
+
+    Attributes:
+        offset: the high-precision part w̃, a plain tensor of this tensor's shape and dtype.
+        delta: the low-precision part z, stored in the model's original dtype.
+        context: what all tensors of one model share.
+        decision: which elements of the full value a ReLU let through, for its backward pass.
+    """
+
+    delta: Tensor
+    context: Context
+    decision: Tensor | None
+    _offset: Offset
+
+    @staticmethod
+    def __new__(
+        cls: type["BitCenteredTensor"],
+        offset: Tensor | Offset,
+        delta: Tensor,
+        context: Context,
+        dtype: torch.dtype | None = None,
+    ) -> "BitCenteredTensor":
+        """Wrap two plain tensors of one shape; ``dtype`` is that of an offset not yet computed."""
+        if not isinstance(offset, Offset):
+            dtype = offset.dtype
+            offset = Offset(offset)
+        self = Tensor._make_wrapper_subclass(
+            cls,
+            delta.shape,
+            strides=delta.stride(),
+            storage_offset=delta.storage_offset(),
+            dtype=dtype,
+            device=delta.device,
+        )
+        self._offset = offset
+        self.delta = delta
+        self.context = context
+        self.decision = None
+        return self
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @classmethod
+    def __torch_dispatch__(
+        cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        return _dispatch(func, args, kwargs or {})
+
+    @property
+    def offset(self) -> Tensor:
+        """The high-precision part, computed now if it has not been needed before."""
+        return self._offset.tensor
+
+    @property
+    def low_offset(self) -> Tensor:
+        """The offset rounded to the low-precision format, stored in the delta's dtype."""
+        return self._offset.low(self.context.rounder, self.delta.dtype)
+
+    @property
+    def value(self) -> Tensor:
+        """``offset + delta`` as a plain tensor in the offset's dtype; aliases neither."""
+        if not self.dtype.is_floating_point:
+            return self.delta.clone()
+        return self.offset + self.delta
+
+    def __tensor_flatten__(self) -> tuple[list[str], Any]:
+        return ["offset", "delta"], self.context
+
+    @classmethod
+    def __tensor_unflatten__(
+        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+    ) -> "BitCenteredTensor":
+        return cls(inner["offset"], inner["delta"], context)
+
+    @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """A detached alias of both parts: in-place operations on it change this tensor."""
+        return self.detach()
+
+    @data.setter
+    def data(self, new: Tensor) -> None:
+        raise RuntimeError(
+            "p.data = t would drop one half of a bit-centered tensor; write p.data.copy_(t), which "
+            "sets the offset to t and the delta to zero"
+        )
+
+    def __repr__(self, *, tensor_contents: Any = None) -> str:
+        if type(self.offset) is not Tensor:  # traced
+            return f"BitCenteredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
+        suffix = ", requires_grad=True" if self.requires_grad else ""
+        suffix = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else suffix
+        return (
+            f"BitCenteredTensor(offset={self.offset}, delta={self.delta}, "
+            f"format={self.context.precision.format}{suffix})"
+        )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.value.item(), spec) if self.dim() == 0 else object.__format__(self, spec)
+
+    def tolist(self) -> Any:
+        """``offset + delta`` as nested lists of Python numbers."""
+        return self.value.tolist()
+
+    def numpy(self, *, force: bool = False) -> Any:
+        """``offset + delta`` as a NumPy array; as for any tensor, not while it requires grad."""
+        if self.requires_grad and not force:
+            raise RuntimeError(
+                "Can't call numpy() on a tensor that requires grad; use t.detach().numpy()"
+            )
+        return self.value.numpy(force=force)
+
+    def __array__(self, dtype: Any = None) -> Any:
+        array = self.numpy()
+        return array if dtype is None else array.astype(dtype)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "BitCenteredTensor":
+        if id(self) in memo:
+            return memo[id(self)]
+        if not self.is_leaf:
+            raise RuntimeError(
+                "only leaf tensors (parameters, detached tensors) can be deep-copied; detach() first"
+            )
+        context = copy.deepcopy(self.context, memo)
+        new = _rebuild(self.offset.clone(), self.delta.clone(), context, *self._extra_state())
+        memo[id(self)] = new
+        if self.grad is not None:
+            new.grad = copy.deepcopy(self.grad, memo)
+        return new
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return _rebuild, (self.offset, self.delta, self.context, *self._extra_state())
+
+    def _extra_state(self) -> tuple[bool, bool]:
+        return self.requires_grad, getattr(self, "_is_param", False)
+
+
+def _rebuild(
+    offset: Tensor, delta: Tensor, context: Context, requires_grad: bool, is_parameter: bool
+) -> BitCenteredTensor:
+    """Put a pickled or copied tensor together again."""
+    tensor = BitCenteredTensor(offset, delta, context)
+    if is_parameter:
+        tensor._is_param = True
+    return tensor.requires_grad_(requires_grad)

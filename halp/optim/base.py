@@ -1,0 +1,266 @@
+"""What the six solvers share: one loop, one update, one kind of state dict."""
+
+import math
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.sgd import sgd
+
+from halp.bitcenter import BitCenteredTensor, value
+from halp.precision import Rounder
+
+Closure = Callable[[], Any]
+
+
+class Solver(Optimizer):
+    """A minibatch solver with the arguments and momentum of :class:`torch.optim.SGD`.
+
+    With ``v`` the solver's gradient, weight decay λ and momentum m: ``buf ← m·buf + v + λw`` and
+    ``w ← w − lr·buf``. lr is applied last and nothing cached contains it, so that schedulers work
+    at any time.
+
+    A subclass supplies its gradient: :meth:`_evaluate` runs the closure, :meth:`_gradient` returns
+    one parameter's v. :meth:`_update` is the arithmetic: :class:`FullPrecision` or
+    :class:`LowPrecision`.
+    """
+
+    #: Whether the solver moves deltas of bit-centered parameters.
+    moves_deltas = False
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        nesterov: bool = False,
+        maximize: bool = False,
+        **more_defaults: Any,
+    ) -> None:
+        _check_not_negative("lr", lr)
+        _check_not_negative("momentum", momentum)
+        _check_not_negative("weight_decay", weight_decay)
+        if nesterov and momentum == 0:
+            raise ValueError("nesterov needs a momentum above 0")
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "nesterov": nesterov,
+            "maximize": maximize,
+            **more_defaults,
+        }
+        super().__init__(params, defaults)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own, as in any PyTorch optimizer."""
+        super().add_param_group(param_group)
+        group = self.param_groups[-1]
+        for name in ("lr", "momentum", "weight_decay"):
+            _check_not_negative(name, group[name])
+        if not self.moves_deltas:
+            self._check_parameters()
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether :meth:`snapshot` should be called before the next step: never, for SGD."""
+        return False
+
+    def snapshot(
+        self,
+        loader: Iterable[Any],
+        closure: Callable[..., Any],
+        weight: Callable[[Any], float] | None = None,
+    ) -> float | None:
+        """Do nothing: a solver without variance reduction needs no outer step."""
+        return None
+
+    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+        """Do one inner step.
+
+        Args:
+            closure: clears the gradients, computes the minibatch's mean loss, calls ``backward()``
+                and returns the loss. Without one, the gradients that are there are used.
+
+        Returns:
+            The loss that the closure returned, as a plain detached tensor; None without a closure.
+        """
+        self._check_parameters()
+        loss = self._evaluate(closure)
+        with torch.no_grad():
+            updates = [(group, *self._gradients(group)) for group in self.param_groups]
+            self._clip([v for _, _, gradients in updates for v in gradients])
+            for group, parameters, gradients in updates:
+                if parameters:
+                    self._update(group, parameters, gradients)
+        return value(loss) if isinstance(loss, Tensor) else loss
+
+    def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        """Return the parameters of a group that have a gradient, and those gradients."""
+        parameters, gradients = [], []
+        for p in group["params"]:
+            gradient = self._gradient(p, group)
+            if gradient is not None:
+                if gradient.is_sparse:
+                    raise RuntimeError(f"{type(self).__name__} does not take sparse gradients")
+                parameters.append(p)
+                gradients.append(gradient)
+        return parameters, gradients
+
+    # What subclasses supply.
+
+    def _call(self, closure: Closure) -> Any:
+        """Run the closure, in the arithmetic of an inner step."""
+        with torch.enable_grad():
+            return closure()
+
+    def _evaluate(self, closure: Closure | None) -> Any:
+        """Leave this step's gradients where :meth:`_gradient` finds them; return the loss."""
+        return None if closure is None else self._call(closure)
+
+    def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        """Return v for one parameter, or None to leave it as it is."""
+        return p.grad
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        """Scale all gradients of a step down, in place, if they are too large together."""
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        """Move the parameters of a group."""
+        raise NotImplementedError
+
+    # Checks.
+
+    def _check_parameters(self) -> None:
+        """Raise TypeError for parameters of the wrong kind, naming the fix."""
+        for index, p in enumerate(self._parameters()):
+            if isinstance(p, BitCenteredTensor) == self.moves_deltas:
+                continue
+            name = f"{type(self).__name__}: parameter {index} (shape {tuple(p.shape)})"
+            if self.moves_deltas:
+                raise TypeError(
+                    f"{name} is a plain tensor; call halp.bit_center(model) before the first "
+                    "snapshot or step"
+                )
+            raise TypeError(
+                f"{name} is bit-centered; use BitCenterSGD or BitCenterSVRG, or "
+                "halp.to_plain(model) first"
+            )
+
+    def _parameters(self) -> list[Tensor]:
+        return [p for group in self.param_groups for p in group["params"]]
+
+    # State.
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Return what copies and pickles keep: all but hooks and what a scheduler has wrapped."""
+        return {k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")}
+
+    def _solver_state(self) -> dict[str, Any]:
+        """Return what the state dict holds beside tensors: plain values only."""
+        return {"name": type(self).__name__}
+
+    def _load_solver_state(self, state: dict[str, Any]) -> None:
+        pass
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return all that a resumed run needs to go on bit for bit, also in the middle of a cycle.
+
+        PyTorch's own entries, and ``"solver"``: the solver's name, its position in the cycle and
+        that of its random stream. ``torch.load(..., weights_only=True)`` reads it.
+        """
+        return {**super().state_dict(), "solver": self._solver_state()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load :meth:`state_dict`, keeping each tensor's dtype.
+
+        Raises:
+            ValueError: the state is another solver's, or has other parameter groups.
+        """
+        solver = state_dict.get("solver")
+        name = type(self).__name__
+        if solver is not None and solver["name"] != name:
+            raise ValueError(f"a state dict of {solver['name']} cannot be loaded into {name}")
+        super().load_state_dict(state_dict)
+        # PyTorch has cast the tensors to their parameters' dtype.
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for index, p in zip(indices, self._parameters(), strict=True):
+            for key, saved in state_dict["state"].get(index, {}).items():
+                if isinstance(saved, Tensor):
+                    self.state[p][key] = saved.detach().to(device=p.device, copy=True)
+        if solver is not None:
+            self._load_solver_state(solver)
+
+
+class FullPrecision(Solver):
+    """The update of the solvers in full precision: PyTorch's own, ``foreach`` included."""
+
+    def __init__(self, *args: Any, foreach: bool | None = None, **options: Any) -> None:
+        super().__init__(*args, foreach=foreach, **options)
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        buffers = [self.state[p].get("momentum_buffer") for p in parameters]
+        sgd(
+            parameters,
+            gradients,
+            buffers,  # type: ignore[arg-type]
+            has_sparse_grad=False,
+            foreach=group["foreach"],
+            weight_decay=group["weight_decay"],
+            momentum=group["momentum"],
+            lr=group["lr"],
+            dampening=0.0,
+            nesterov=group["nesterov"],
+            maximize=group["maximize"],
+        )
+        if group["momentum"] != 0:
+            for p, buffer in zip(parameters, buffers, strict=True):
+                self.state[p]["momentum_buffer"] = buffer
+
+
+class LowPrecision(Solver):
+    """The update of the solvers in low precision, one simulated kernel a parameter.
+
+    It reads gradient, momentum buffer and iterate on their grids, computes wide, and rounds the
+    buffer and the iterate once each.
+    """
+
+    def _iterate(self, p: Tensor) -> Tensor:
+        """Return what the update moves: the parameter, or its delta."""
+        return p
+
+    def _rounder(self, p: Tensor) -> Rounder:
+        """Return what rounds the iterate and its momentum buffer."""
+        raise NotImplementedError
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        momentum, decay, lr = group["momentum"], group["weight_decay"], float(group["lr"])
+        for p, gradient in zip(parameters, gradients, strict=True):
+            iterate, rounder = self._iterate(p), self._rounder(p)
+            direction = -gradient if group["maximize"] else gradient
+            if decay != 0:
+                direction = direction.add(iterate, alpha=decay)
+            if momentum != 0:
+                buffer = direction
+                if "momentum_buffer" in self.state[p]:
+                    buffer = direction.add(self.state[p]["momentum_buffer"], alpha=momentum)
+                self.state[p]["momentum_buffer"] = rounder(buffer)
+                direction = direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+            iterate.copy_(rounder(iterate.sub(direction, alpha=lr)))
+
+
+def _check_not_negative(name: str, number: float | Tensor) -> None:
+    if not isinstance(number, int | float | Tensor) or isinstance(number, bool):
+        raise TypeError(f"{name} must be a number, not {number!r}")
+    if not (number >= 0 and math.isfinite(number)):
+        raise ValueError(f"{name} must be 0 or a positive number, not {number!r}")

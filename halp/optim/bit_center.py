@@ -1,0 +1,194 @@
+"""Bit-centering solvers: low-precision inner steps on the delta of bit-centered parameters."""
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.bitcenter import BitCenteredTensor
+from halp.bitcenter.offsets import Context
+from halp.optim.base import Closure, LowPrecision
+from halp.optim.snapshots import SnapshotSolver
+from halp.precision import Rounder
+
+
+class BitCenterSolver(LowPrecision, SnapshotSolver):
+    """What the bc-* solvers share: they move z, and w̃ in the outer step."""
+
+    moves_deltas = True
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        #: Each parameter's w̃ and its version, as the snapshot left them.
+        self._centers: list[tuple[Tensor, int]] = []
+        super().__init__(*args, **options)
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether there is no snapshot yet, T steps have been taken, or w̃ was written to since."""
+        return super().snapshot_due or not self._is_centered()
+
+    def _is_centered(self) -> bool:
+        return len(self._centers) == len(self._parameters()) and all(
+            p.offset is center and p.offset._version == version  # type: ignore[attr-defined]
+            for p, (center, version) in zip(self._parameters(), self._centers, strict=True)
+        )
+
+    def _note_centers(self) -> None:
+        self._centers = [(p.offset, p.offset._version) for p in self._parameters()]  # type: ignore[attr-defined]
+
+    def _contexts(self) -> list[Context]:
+        return list({id(p.context): p.context for p in self._parameters()}.values())  # type: ignore[attr-defined]
+
+    def _recenter(self) -> None:
+        """``w̃ ← w̃ + z``, ``z ← 0``."""
+        for context in self._contexts():
+            context.settle()
+        for p in self._parameters():
+            p.offset.add_(p.delta)  # type: ignore[attr-defined]
+            p.delta.zero_()  # type: ignore[attr-defined]
+        self._note_centers()
+
+    @contextmanager
+    def _at_snapshot(self) -> Iterator[None]:
+        contexts = self._contexts()
+        for context in contexts:
+            context.offsets_only = True
+        try:
+            yield
+        finally:
+            for context in contexts:
+                context.offsets_only = False
+
+    def _evaluate(self, closure: Closure | None) -> Any:
+        for context in self._contexts():
+            context.rounder.new_step()
+        return super()._evaluate(closure)
+
+    def _iterate(self, p: Tensor) -> Tensor:
+        return p.delta  # type: ignore[attr-defined]
+
+    def _rounder(self, p: Tensor) -> Rounder:
+        return p.context.rounder  # type: ignore[attr-defined]
+
+    def _decayed(self, p: Tensor, gradient: Tensor, group: dict[str, Any]) -> Tensor:
+        """Add ``λw̃`` to a high-precision gradient at w̃: the update itself adds ``λz``."""
+        decay = group["weight_decay"]
+        if decay == 0:
+            return gradient
+        return gradient.add(p.offset, alpha=-decay if group["maximize"] else decay)  # type: ignore[attr-defined]
+
+    def _delta_gradient(self, p: Tensor) -> Tensor | None:
+        if p.grad is not None and not isinstance(p.grad, BitCenteredTensor):
+            raise RuntimeError(
+                f"{type(self).__name__}: a gradient is a plain tensor; the closure must run the "
+                "bit-centered model itself, outside halp.materialize"
+            )
+        return None if p.grad is None else p.grad.delta
+
+    # State: w̃ and z live in the parameters.
+
+    def _solver_state(self) -> dict[str, Any]:
+        positions = [context.rounder.position for context in self._contexts()]
+        state = {**super()._solver_state(), "stream_positions": positions}
+        return state if self._is_centered() else {**state, "position": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        """As :meth:`Solver.state_dict`, with each parameter's w̃ and z among its state."""
+        self._check_parameters()
+        state_dict = super().state_dict()
+        state_dict["state"] = {
+            i: {**state_dict["state"].get(i, {}), "offset": p.offset, "delta": p.delta}  # type: ignore[attr-defined]
+            for i, p in enumerate(self._parameters())
+        }
+        return state_dict
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load :meth:`state_dict`, w̃ and z of the parameters included."""
+        self._check_parameters()
+        super().load_state_dict(state_dict)
+        for context in self._contexts():
+            context.settle()
+        for p in self._parameters():
+            state = self.state[p]
+            if "offset" in state:
+                p.offset.copy_(state.pop("offset"))  # type: ignore[attr-defined]
+                p.delta.copy_(state.pop("delta"))  # type: ignore[attr-defined]
+        self._note_centers()
+
+    def _load_solver_state(self, state: dict[str, Any]) -> None:
+        super()._load_solver_state(state)
+        for context, position in zip(self._contexts(), state["stream_positions"], strict=True):
+            context.rounder.position = position
+
+
+class BitCenterSGD(BitCenterSolver):
+    """Bit-centering SGD: ``z ← Q(z − lr·(δ∇f_b + ∇f_b(w̃)))``, every T steps ``w̃ ← w̃ + z``.
+
+    ∇f_b(w̃) is recomputed at every step and rounded to the format. Its snapshot recenters, and does
+    not read the loader.
+
+    Args:
+        params: the parameters of a bit-centered model, or groups of them.
+        lr, momentum, weight_decay, nesterov, maximize: as in :class:`torch.optim.SGD`.
+        T: inner steps between two recenterings.
+        buffers: ``model.buffers()``.
+    """
+
+    def _check_loader(self, loader: Iterable[Any]) -> None:
+        pass
+
+    def _full_gradient(self, *_: Any) -> tuple[None, list[Tensor | None]]:
+        return None, [None] * len(self._parameters())
+
+    def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        delta = self._delta_gradient(p)
+        if delta is None:
+            return None
+        offset = self._decayed(p, p.grad.offset, group)  # type: ignore[union-attr]
+        return delta + self._rounder(p)(offset).to(delta.dtype)
+
+
+class BitCenterSVRG(BitCenterSolver):
+    """HALP: ``z ← Q(z − lr·(δ∇f_b + g̃))``; every T steps ``w̃ ← w̃ + z`` and ``g̃ ← ∇f(w̃)``.
+
+    De Sa et al., "High-Accuracy Low-Precision Training", arXiv 1803.03383. The inner steps are all
+    low precision; z, g̃ and the momentum buffer are stored in the format of the model's
+    :func:`halp.bit_center`, each on its own scale. A change of weight decay takes full effect at
+    the next snapshot, since λw̃ is part of g̃.
+
+    Args:
+        params: the parameters of a bit-centered model, or groups of them.
+        lr, momentum, weight_decay, nesterov, maximize: as in :class:`torch.optim.SGD`; momentum
+            runs over the whole variance-reduced gradient v = δ∇f_b + g̃ + λz.
+        T: inner steps between two snapshots.
+        buffers: ``model.buffers()``; they do not move in a snapshot.
+        max_norm: v is scaled down to at most this norm over all parameters. (Clipping ``p.grad``
+            would clip the delta alone.)
+    """
+
+    def __init__(self, *args: Any, max_norm: float | None = None, **options: Any) -> None:
+        if max_norm is not None and not max_norm > 0:
+            raise ValueError(f"max_norm must be positive or None, not {max_norm!r}")
+        self.max_norm = max_norm
+        super().__init__(*args, **options)
+
+    def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
+        group = next(g for g in self.param_groups if any(q is p for q in g["params"]))
+        return self._rounder(p)(self._decayed(p, gradient, group)).to(p.delta.dtype)  # type: ignore[attr-defined]
+
+    def _clip(self, gradients: list[Tensor]) -> None:
+        if self.max_norm is None or not gradients:
+            return
+        norm = torch.stack([v.double().norm() for v in gradients]).norm()
+        if norm > self.max_norm:
+            for v in gradients:
+                v.mul_(self.max_norm / norm)
+
+    def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
+        delta, full = self._delta_gradient(p), self.state[p].get("full_gradient")
+        if delta is None or full is None:
+            only = full if delta is None else delta
+            return None if only is None else only.clone()
+        return delta + full

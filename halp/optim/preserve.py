@@ -1,0 +1,60 @@
+"""Evaluating a closure at another point without leaving a trace."""
+
+import random
+import sys
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class RandomState:
+    """The state of every random generator that a closure or a loader may draw from.
+
+    PyTorch's (CPU, and each CUDA device in use), Python's, NumPy's, and generators given.
+    """
+
+    def __init__(self, generators: Iterable[torch.Generator] = ()) -> None:
+        self._torch = torch.get_rng_state()
+        self._cuda = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else None
+        self._python = random.getstate()
+        numpy_random = sys.modules.get("numpy.random")
+        self._numpy = numpy_random.get_state() if numpy_random else None
+        self._generators = [(g, g.get_state()) for g in generators]
+
+    def restore(self) -> None:
+        """Set every generator back."""
+        torch.set_rng_state(self._torch)
+        if self._cuda is not None:
+            torch.cuda.set_rng_state_all(self._cuda)
+        random.setstate(self._python)
+        if self._numpy is not None:
+            sys.modules["numpy.random"].set_state(self._numpy)
+        for generator, state in self._generators:
+            generator.set_state(state)
+
+
+@contextmanager
+def preserved(
+    buffers: list[Tensor], generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """Within the block, random state and ``buffers`` may change; afterwards they are as before."""
+    random_state = RandomState(generators)
+    copies = [buffer.detach().clone() for buffer in buffers]
+    try:
+        yield
+    finally:
+        random_state.restore()
+        with torch.no_grad():
+            for buffer, copy in zip(buffers, copies, strict=True):
+                buffer.copy_(copy)
+
+
+def generators_of(loader: Any) -> list[torch.Generator]:
+    """Return the generators that iterating ``loader`` draws from, other than the global ones."""
+    holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
+    holders.append(getattr(holders[-1], "sampler", None))
+    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+    return list(found.values())

@@ -1,0 +1,105 @@
+"""Stochastic gradient descent, in full and in low precision."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.emulation import Emulation
+from halp.formats import FloatFormat
+from halp.optim.base import Closure, FullPrecision, LowPrecision
+from halp.precision import Precision, Rounder, Scale
+from halp.rounding import round_to_format
+
+
+class SGD(FullPrecision):
+    """Full-precision SGD: bit for bit :class:`torch.optim.SGD` without dampening.
+
+    ``w ← w − lr·∇f_b(w)``. It takes part in the same loop as the other solvers and never asks for a
+    snapshot.
+
+    Args:
+        params: plain parameters, or groups of them.
+        lr, momentum, weight_decay, nesterov, maximize, foreach: as in :class:`torch.optim.SGD`.
+    """
+
+
+class Emulated(LowPrecision):
+    """What the lp-* solvers share: plain parameters on the format's grid.
+
+    The closure runs under :func:`halp.emulate`, so that every result of the forward and backward
+    pass is rounded. Parameters that are not on the grid are rounded to nearest first.
+    """
+
+    def __init__(
+        self,
+        *args: Any,
+        format: str | FloatFormat = "fp16",
+        rounding: str = "near",
+        scale: Scale = None,
+        seed: int = 0,
+        **options: Any,
+    ) -> None:
+        self.rounder = Rounder(Precision(format, rounding, scale, seed=seed))  # type: ignore[arg-type]
+        #: Versions of the parameters that are known to lie on the grid.
+        self._on_grid: dict[Tensor, int] = {}
+        super().__init__(*args, **options)
+
+    def _rounder(self, p: Tensor) -> Rounder:
+        return self.rounder
+
+    def _call(self, closure: Closure) -> Any:
+        with Emulation(self.rounder):
+            return super()._call(closure)
+
+    def _evaluate(self, closure: Closure | None) -> Any:
+        self._put_on_grid()
+        self.rounder.new_step()
+        loss = super()._evaluate(closure)
+        if closure is None:
+            for p in self._parameters():
+                if p.grad is not None:
+                    p.grad = self.rounder(p.grad)
+        return loss
+
+    def _update(
+        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
+    ) -> None:
+        super()._update(group, parameters, gradients)
+        for p in parameters:
+            self._on_grid[p] = p._version
+
+    @torch.no_grad()
+    def _put_on_grid(self) -> None:
+        """Round parameters that something else has written to: to nearest, whatever the mode."""
+        precision = self.rounder.precision
+        if precision.rounding == "void":
+            return
+        for p in self._parameters():
+            if self._on_grid.get(p) != p._version:
+                p.copy_(
+                    round_to_format(p, precision.format, precision.scale, precision.overflow, None)
+                )
+                self._on_grid[p] = p._version
+
+    def _solver_state(self) -> dict[str, Any]:
+        return {**super()._solver_state(), "stream_position": self.rounder.position}
+
+    def _load_solver_state(self, state: dict[str, Any]) -> None:
+        super()._load_solver_state(state)
+        self.rounder.position = state["stream_position"]
+
+
+class LPSGD(Emulated):
+    """Low-precision SGD: ``w ← w − lr·∇f_b(w)`` with every result rounded to the format.
+
+    It stalls at the format's noise floor, which is what the bit-centered solvers are for.
+
+    Args:
+        params: plain parameters, or groups of them.
+        lr, momentum, weight_decay, nesterov, maximize: as in :class:`torch.optim.SGD`.
+        format: the number format of everything in a step.
+        rounding: ``"near"``, ``"stoc"`` or ``"void"``.
+        scale: of every tensor, see :func:`halp.quantize`; None is plain storage.
+        seed: names the random bits of ``"stoc"``.
+    """

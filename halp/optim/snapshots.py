@@ -1,0 +1,178 @@
+"""The outer step that variance-reduced solvers share."""
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from halp.optim.base import Solver
+from halp.optim.loaders import (
+    check_finite,
+    check_visits_each_sample_once,
+    check_weight,
+    length_of,
+    run_on_batch,
+)
+from halp.optim.preserve import generators_of, preserved
+
+
+class SnapshotSolver(Solver):
+    """A solver with an outer step every T inner steps.
+
+    Args:
+        T: inner steps between two snapshots, a positive int.
+        buffers: the model's buffers (``model.buffers()``): running statistics that move once a
+            step, and never in a snapshot or at w̃.
+    """
+
+    def __init__(
+        self,
+        params: Any,
+        lr: float | Tensor,
+        momentum: float = 0.0,
+        weight_decay: float = 0.0,
+        *,
+        T: int,  # noqa: N803
+        buffers: Iterable[Tensor] = (),
+        **options: Any,
+    ) -> None:
+        if not isinstance(T, int) or isinstance(T, bool) or T < 1:
+            raise ValueError(f"T must be a positive number of steps, not {T!r}")
+        self.T = T
+        self.buffers = list(buffers)
+        #: Inner steps since the snapshot; None while there is none.
+        self._position: int | None = None
+        super().__init__(params, lr, momentum, weight_decay, **options)
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters with options of their own. A snapshot becomes due."""
+        super().add_param_group(param_group)
+        self._position = None
+
+    @property
+    def snapshot_due(self) -> bool:
+        """Whether there is no snapshot yet, or T steps have been taken since the last."""
+        return self._position is None or self._position >= self.T
+
+    def snapshot(
+        self,
+        loader: Iterable[Any],
+        closure: Callable[..., Any],
+        weight: Callable[[Any], float] | None = None,
+    ) -> float | None:
+        """Do the outer step: make the current point w̃ and compute the full gradient there.
+
+        Random state, ``buffers`` and gradients are afterwards as they were. May be called early.
+
+        Args:
+            loader: yields every sample once; batches of any kind and size.
+            closure: called as ``closure(*batch)`` for tuples and lists, ``closure(**batch)`` for
+                mappings, else ``closure(batch)``. Clears the gradients, computes the batch's mean
+                loss, calls ``backward()`` and returns the loss.
+            weight: the number of units (samples, tokens) that a batch's mean loss is over; by
+                default the length of the batch's first tensor.
+
+        Returns:
+            The mean loss over all units at w̃ (without weight decay), if the closure returns it.
+
+        Raises:
+            ValueError: the loader is empty or does not visit each sample once, or a batch holds
+                NaN or infinity.
+        """
+        self._check_parameters()
+        self._check_loader(loader)
+        self._position = None  # until this is done, there is no snapshot
+        with torch.no_grad():
+            self._recenter()
+        loss, gradients = self._full_gradient(loader, closure, weight)
+        with torch.no_grad():
+            for p, gradient in zip(self._parameters(), gradients, strict=True):
+                if gradient is None:
+                    self.state[p].pop("full_gradient", None)
+                else:
+                    self.state[p]["full_gradient"] = self._stored(p, gradient)
+        self._position = 0
+        return loss
+
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Do one inner step; see :meth:`Solver.step`.
+
+        Raises:
+            RuntimeError: there has been no snapshot yet.
+        """
+        if self._position is None:
+            raise RuntimeError(
+                f"{type(self).__name__}.step() needs a snapshot first: call optimizer.snapshot("
+                "loader, closure) whenever optimizer.snapshot_due is true"
+            )
+        loss = super().step(closure)
+        self._position += 1
+        return loss
+
+    def _check_loader(self, loader: Iterable[Any]) -> None:
+        check_visits_each_sample_once(loader)
+
+    def _full_gradient(
+        self,
+        loader: Iterable[Any],
+        closure: Callable[..., Any],
+        weight: Callable[[Any], float] | None,
+    ) -> tuple[float | None, list[Tensor | None]]:
+        """Return ``Σ n_b f_b / Σ n_b`` and its gradient, accumulated in float64."""
+        parameters = self._parameters()
+        sums: list[Tensor | None] = [None] * len(parameters)
+        total, loss_sum, has_loss = 0.0, 0.0, True
+        kept = preserved(self.buffers, generators_of(loader))
+        with self._at_snapshot(), self._gradients_kept(), kept:
+            for index, batch in enumerate(loader):
+                check_finite(batch, index)
+                units = check_weight((weight or length_of)(batch), index)
+                for p in parameters:
+                    p.grad = None
+                with torch.enable_grad():
+                    loss = run_on_batch(closure, batch)
+                total += units
+                if loss is None:
+                    has_loss = False
+                else:
+                    loss_sum += units * (loss.item() if isinstance(loss, Tensor) else float(loss))
+                for i, p in enumerate(parameters):
+                    if p.grad is not None:
+                        if sums[i] is None:
+                            sums[i] = torch.zeros_like(p.grad, dtype=torch.float64)
+                        sums[i].add_(p.grad, alpha=units)  # type: ignore[union-attr]
+        if total == 0:
+            raise ValueError("snapshot() got an empty loader; it must yield every training batch")
+        means = [None if s is None else s.div_(total) for s in sums]
+        return (loss_sum / total if has_loss else None), means
+
+    @contextmanager
+    def _gradients_kept(self) -> Iterator[None]:
+        gradients = [p.grad for p in self._parameters()]
+        try:
+            yield
+        finally:
+            for p, gradient in zip(self._parameters(), gradients, strict=True):
+                p.grad = gradient
+
+    def _recenter(self) -> None:
+        """Make the current point the snapshot w̃."""
+        raise NotImplementedError
+
+    @contextmanager
+    def _at_snapshot(self) -> Iterator[None]:
+        """Within the block, the closure sees the plain model at w̃."""
+        yield
+
+    def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
+        """Return the float64 full gradient as the inner steps read it."""
+        return gradient.to(p.dtype)
+
+    def _solver_state(self) -> dict[str, Any]:
+        return {**super()._solver_state(), "T": self.T, "position": self._position}
+
+    def _load_solver_state(self, state: dict[str, Any]) -> None:
+        super()._load_solver_state(state)
+        self._position = state["position"]
