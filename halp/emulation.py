@@ -1,9 +1,8 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
-import torch
 from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -102,7 +101,7 @@ def emulate(
     return Emulation(Rounder(Precision(format, rounding, scale, seed=seed)))  # type: ignore[arg-type]
 
 
-@lru_cache(maxsize=None)
+@cache
 def _roles(func: OpOverload) -> tuple[frozenset[str], frozenset[str]]:
     """Return the names of arguments that are buffers, and of the others that are written to."""
     arguments = func._schema.arguments

@@ -81,7 +81,9 @@ def register(format: FloatFormat) -> FloatFormat:
     """
     known = _REGISTRY.setdefault(format.name, format)
     if known != format:
-        raise ValueError(f"a different format named {format.name!r} is registered already: {known!r}")
+        raise ValueError(
+            f"a different format named {format.name!r} is registered already: {known!r}"
+        )
     return format
 
 

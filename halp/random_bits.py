@@ -6,7 +6,7 @@ after a resume. The mixing function is ``lowbias32`` (C. Wellons, "Prospecting f
 two streams are not each other's permutation.
 """
 
-from functools import lru_cache
+from functools import cache
 from typing import TypeAlias
 
 import torch
@@ -54,7 +54,7 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter)
 
 
-@lru_cache(maxsize=None)
+@cache
 def shared_constants(
     values: tuple[float, ...], dtype: torch.dtype, device: torch.device
 ) -> tuple[Tensor, ...]:

@@ -5,7 +5,7 @@ no dtype round trip anywhere, since compilers remove those.
 """
 
 import math
-from functools import lru_cache
+from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -75,10 +75,8 @@ class _Constants(NamedTuple):
     random_bits: int
 
 
-@lru_cache(maxsize=None)
-def _constants(
-    format: FloatFormat, dtype: torch.dtype, device: torch.device | None
-) -> _Constants:
+@cache
+def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | None) -> _Constants:
     """Return the constants as tensors of ``device``, or as numbers for traced code."""
     carrier = _CARRIERS[dtype]
     dropped = max(carrier.fraction_bits - format.fraction_bits, 0)
@@ -170,7 +168,9 @@ def check_scale(scale: float | Tensor | str | None) -> None:
     if scale is None or isinstance(scale, Tensor) or scale == "auto":
         return
     if isinstance(scale, str) or not 0 < scale < float("inf"):
-        raise ValueError(f'scale must be None, "auto", a positive number or a tensor, not {scale!r}')
+        raise ValueError(
+            f'scale must be None, "auto", a positive number or a tensor, not {scale!r}'
+        )
 
 
 def round_to_format(

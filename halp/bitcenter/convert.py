@@ -62,7 +62,9 @@ def bit_center(
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, BitCenteredTensor):
-            raise ValueError(f"parameter {name!r} is bit-centered already; halp.to_plain(model) first")
+            raise ValueError(
+                f"parameter {name!r} is bit-centered already; halp.to_plain(model) first"
+            )
         if isinstance(parameter, nn.parameter.UninitializedParameter):
             raise TypeError(f"parameter {name!r} is not initialized; run a forward pass first")
         if parameter.dtype not in _WIDE:
@@ -76,11 +78,13 @@ def bit_center(
     _replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
     for module in model.modules():
         hook = module._register_state_dict_hook(_plain_state)
-        module._halp_state_hook = hook  # type: ignore[assignment]
+        module._halp_state_hook = hook
     return model
 
 
 def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> BitCenteredTensor:
+    if isinstance(parameter, BitCenteredTensor):  # a tied weight, met before
+        return parameter
     offset = parameter.detach().to(offset_dtype, copy=True)
     return BitCenteredTensor(offset, torch.zeros_like(parameter), context)
 
@@ -88,7 +92,7 @@ def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> B
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
     """Give plain ``w̃ + z`` in ``state_dict()``; with ``keep_vars`` the parameters themselves."""
     for name, parameter in module._parameters.items():
-        entry = state.get(prefix + name)
+        entry: Any = state.get(prefix + name)
         if isinstance(entry, BitCenteredTensor) and entry is not parameter:
             state[prefix + name] = entry.value
 
@@ -140,14 +144,14 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         yield model
     finally:
         written = {
-            id(p): p.detach().clone() for p in model.parameters() if versions.get(id(p)) != p._version
+            id(p): p.detach().clone()
+            for p in model.parameters()
+            if versions.get(id(p)) != p._version
         }
         for parameter in model.parameters():
             if id(parameter) in saved:
                 parameter.grad = None
-        _replace_parameters(
-            model, lambda p: saved[id(p)][0] if id(p) in saved else p
-        )
+        _replace_parameters(model, lambda p: saved[id(p)][0] if id(p) in saved else p)
         for parameter in model.parameters():
             if id(parameter) in saved:
                 if id(parameter) in written:

@@ -5,7 +5,7 @@ into both parts; a decomposition into other operations; an error that names the 
 """
 
 from collections.abc import Callable
-from functools import lru_cache
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +13,6 @@ from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 
-from halp.bitcenter import tensor as tensor_module
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
 from halp.calls import call
@@ -47,16 +46,19 @@ class Operand:
 
     @property
     def offset(self) -> Tensor:
+        """The rounded offset; of a constant, the constant itself, rounded."""
         if self.delta is None:
             return self._context.copies.rounded(self._tensor, self._dtype)
         return self._tensor.low_offset  # type: ignore[attr-defined]
 
     @property
     def exact(self) -> Tensor:
+        """The unrounded offset."""
         return self._tensor if self.delta is None else self._tensor.offset  # type: ignore[attr-defined]
 
     @property
     def decision(self) -> Tensor | None:
+        """The elements that a ReLU let through, or None."""
         return None if self.delta is None else self._tensor.decision  # type: ignore[attr-defined]
 
 
@@ -132,14 +134,32 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         return _in_place(func, args, kwargs)
     if not like.dtype.is_floating_point:
         return on_both_values(func, args, kwargs)
+    return _decompose(func, args, kwargs)
+
+
+def _decompose(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Run ``func`` as the operations that PyTorch defines it by.
+
+    Raises:
+        NotImplementedError: there is no rule and no decomposition into operations with rules.
+    """
+    result = func.decompose(*args, **kwargs)
+    if result is not NotImplemented:
+        return result
     decomposition = decomposition_table.get(func)
-    result = decomposition(*args, **kwargs) if decomposition else func.decompose(*args, **kwargs)
-    if result is NotImplemented:
-        raise NotImplementedError(
-            f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
-            f"halp.bitcenter.register_rule(torch.ops.{func})"
-        )
-    return result
+    if decomposition is None or func.namespace == "prims":
+        raise _no_rule(func)
+    try:
+        return decomposition(*args, **kwargs)
+    except NotImplementedError as error:
+        raise _no_rule(func) from error
+
+
+def _no_rule(func: OpOverload) -> NotImplementedError:
+    return NotImplementedError(
+        f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
+        f"halp.bitcenter.register_rule(torch.ops.{func})"
+    )
 
 
 def _on_offsets(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> Any:
@@ -174,7 +194,7 @@ def _handler_of(rule: Callable) -> Handler:
         def offset() -> Any:
             return _on_offsets(func, args, kwargs, dtype)
 
-        result = call(rule, args, kwargs, operand)  # type: ignore[arg-type]
+        result = call(rule, args, kwargs, operand)
         decision = None
         if type(result) is Decided:
             result, decision = result
@@ -241,10 +261,12 @@ def on_both_values(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return pair(offsets, values)
 
 
-@lru_cache(maxsize=None)
+@cache
 def _out_of_place(func: OpOverload) -> OpOverload | None:
     """Return the operation that computes what an in-place one writes to its first argument."""
-    packet = getattr(torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None)
+    packet = getattr(
+        torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None
+    )
     return getattr(packet, func._overloadname, None)
 
 
@@ -281,4 +303,4 @@ def assign(target: BitCenteredTensor, source: Tensor) -> None:
     target.decision = decision
 
 
-tensor_module._dispatch = dispatch
+BitCenteredTensor.dispatcher = staticmethod(dispatch)

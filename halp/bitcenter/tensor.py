@@ -1,25 +1,23 @@
-"""BitCenteredTensor: a tensor that is the sum of a high-precision offset and a low-precision delta."""
+"""BitCenteredTensor: a high-precision offset plus a low-precision delta, in one tensor."""
 
 import copy
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
 
 from halp.bitcenter.offsets import Context, Offset
 
-_dispatch: Callable[[Any, tuple, dict], Any]
-
 
 class BitCenteredTensor(Tensor):
     """``offset + delta``, of which every operation computes both parts.
 
     The offset is in high precision; the delta's values lie on the grid of a low-precision format.
-    Operations map deltas to deltas by rules in which no large numbers cancel (``halp.bitcenter
-    .rules``), so that the delta's *relative* error stays at the format's unit roundoff however small
-    the delta is. PyTorch's autograd differentiates it: after ``loss.backward()``, ``p.grad.delta``
-    is ∇f(w̃+z) − ∇f(w̃) and ``p.grad.offset`` is ∇f(w̃).
+    Operations map deltas to deltas by rules in which no large numbers cancel (see
+    ``halp.bitcenter.rules``), so that the delta's *relative* error stays at the format's unit
+    roundoff however small the delta is. PyTorch's autograd differentiates it: after
+    ``loss.backward()``, ``p.grad.delta`` is ∇f(w̃+z) − ∇f(w̃) and ``p.grad.offset`` is ∇f(w̃).
 
     Integer and boolean tensors (comparisons, indices) carry two values as well: what the offset
     alone gives, and in ``delta`` what the full value gives.
@@ -30,6 +28,9 @@ class BitCenteredTensor(Tensor):
         context: what all tensors of one model share.
         decision: which elements of the full value a ReLU let through, for its backward pass.
     """
+
+    #: Runs an operation: :func:`halp.bitcenter.dispatch.dispatch`, which needs this class first.
+    dispatcher: ClassVar[Callable[[Any, tuple, dict], Any]]
 
     delta: Tensor
     context: Context
@@ -62,13 +63,13 @@ class BitCenteredTensor(Tensor):
         self.decision = None
         return self
 
-    __torch_function__ = torch._C._disabled_torch_function_impl
+    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
-        return _dispatch(func, args, kwargs or {})
+        return cls.dispatcher(func, args, kwargs or {})
 
     @property
     def offset(self) -> Tensor:
@@ -96,8 +97,13 @@ class BitCenteredTensor(Tensor):
     ) -> "BitCenteredTensor":
         return cls(inner["offset"], inner["delta"], context)
 
+    @classmethod
+    def __metadata_guard__(cls, traced: Context, context: Context) -> bool:
+        """Whether code compiled for one model's tensors serves another's."""
+        return (traced.precision, traced.offsets_only) == (context.precision, context.offsets_only)
+
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """A detached alias of both parts: in-place operations on it change this tensor."""
         return self.detach()
 
@@ -108,7 +114,7 @@ class BitCenteredTensor(Tensor):
             "sets the offset to t and the delta to zero"
         )
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if type(self.offset) is not Tensor:  # traced
             return f"BitCenteredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
         suffix = ", requires_grad=True" if self.requires_grad else ""
@@ -142,7 +148,7 @@ class BitCenteredTensor(Tensor):
             return memo[id(self)]
         if not self.is_leaf:
             raise RuntimeError(
-                "only leaf tensors (parameters, detached tensors) can be deep-copied; detach() first"
+                "only leaf tensors (parameters, detached ones) can be deep-copied; detach() first"
             )
         context = copy.deepcopy(self.context, memo)
         new = _rebuild(self.offset.clone(), self.delta.clone(), context, *self._extra_state())
@@ -165,4 +171,5 @@ def _rebuild(
     tensor = BitCenteredTensor(offset, delta, context)
     if is_parameter:
         tensor._is_param = True
-    return tensor.requires_grad_(requires_grad)
+    tensor.requires_grad_(requires_grad)
+    return tensor

@@ -79,7 +79,7 @@ class Solver(Optimizer):
         """Do nothing: a solver without variance reduction needs no outer step."""
         return None
 
-    def step(self, closure: Closure | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Closure | None = None) -> Any:
         """Do one inner step.
 
         Args:
@@ -160,7 +160,9 @@ class Solver(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles keep: all but hooks and what a scheduler has wrapped."""
-        return {k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")}
+        return {
+            k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")
+        }
 
     def _solver_state(self) -> dict[str, Any]:
         """Return what the state dict holds beside tensors: plain values only."""
@@ -211,7 +213,7 @@ class FullPrecision(Solver):
         sgd(
             parameters,
             gradients,
-            buffers,  # type: ignore[arg-type]
+            buffers,
             has_sparse_grad=False,
             foreach=group["foreach"],
             weight_decay=group["weight_decay"],

@@ -30,9 +30,9 @@ def check_visits_each_sample_once(loader: Any) -> None:
         )
     if isinstance(sampler, RandomSampler) and sampler.num_samples != len(sampler.data_source):
         raise ValueError(
-            f"snapshot() needs a loader that visits each sample once, but its RandomSampler draws "
-            f"{sampler.num_samples} of {len(sampler.data_source)} samples; pass a second DataLoader "
-            "without num_samples"
+            "snapshot() needs a loader that visits each sample once, but its RandomSampler draws "
+            f"{sampler.num_samples} of {len(sampler.data_source)} samples; pass a second "
+            "DataLoader without num_samples"
         )
     if _drops_samples(loader, sampler):
         raise ValueError(
@@ -75,7 +75,9 @@ def tensors_in(batch: Any) -> list[Tensor]:
         return [batch]
     if isinstance(batch, Mapping):
         batch = list(batch.values())
-    return [t for part in batch for t in tensors_in(part)] if isinstance(batch, tuple | list) else []
+    return (
+        [t for part in batch for t in tensors_in(part)] if isinstance(batch, tuple | list) else []
+    )
 
 
 def check_finite(batch: Any, index: int) -> None:
@@ -83,8 +85,8 @@ def check_finite(batch: Any, index: int) -> None:
     for position, t in enumerate(tensors_in(batch)):
         if t.is_floating_point() and not bool(torch.isfinite(t).all()):
             raise ValueError(
-                f"batch {index} of the loader (counting from 0) holds NaN or infinity in its tensor "
-                f"{position}; clean the data first"
+                f"batch {index} of the loader (counting from 0) holds NaN or infinity in its "
+                f"tensor {position}; clean the data first"
             )
 
 
@@ -107,5 +109,7 @@ def check_weight(weight: float, index: int) -> float:
     """Return a batch's weight as a float, or raise ValueError unless it is 0 or positive."""
     weight = float(weight)
     if not (weight >= 0 and math.isfinite(weight)):
-        raise ValueError(f"the weight of batch {index} must be 0 or a positive number, not {weight}")
+        raise ValueError(
+            f"the weight of batch {index} must be 0 or a positive number, not {weight}"
+        )
     return weight

@@ -37,9 +37,7 @@ class RandomState:
 
 
 @contextmanager
-def preserved(
-    buffers: list[Tensor], generators: Iterable[torch.Generator] = ()
-) -> Iterator[None]:
+def preserved(buffers: list[Tensor], generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
     """Within the block, random state and ``buffers`` may change; afterwards they are as before."""
     random_state = RandomState(generators)
     copies = [buffer.detach().clone() for buffer in buffers]
@@ -56,5 +54,7 @@ def generators_of(loader: Any) -> list[torch.Generator]:
     """Return the generators that iterating ``loader`` draws from, other than the global ones."""
     holders = [loader, getattr(loader, "sampler", None), getattr(loader, "batch_sampler", None)]
     holders.append(getattr(holders[-1], "sampler", None))
-    found = {id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)}
+    found = {
+        id(g): g for h in holders if isinstance(g := getattr(h, "generator", None), torch.Generator)
+    }
     return list(found.values())

@@ -96,7 +96,7 @@ class SnapshotSolver(Solver):
         self._position = 0
         return loss
 
-    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
         """Do one inner step; see :meth:`Solver.step`.
 
         Raises:

@@ -12,11 +12,8 @@ from halp.bitcenter.dispatch import Decided, Operand, register_rule
 
 aten = torch.ops.aten
 
-# 6-node Gauss–Legendre quadrature on [0, 1].
-_NODES, _WEIGHTS = (
-    (values.tolist())
-    for values in (lambda x, w: ((x + 1) / 2, w / 2))(*numpy.polynomial.legendre.leggauss(6))
-)
+# 6-node Gauss–Legendre quadrature on [−1, 1].
+_NODES, _WEIGHTS = (values.tolist() for values in numpy.polynomial.legendre.leggauss(6))
 
 
 def smooth(
@@ -28,9 +25,9 @@ def smooth(
     Beyond ``|e| = 1`` nothing cancels and ``f(u + e) − f(u)`` is used.
     """
     u, e = x.offset, x.delta
-    mean_slope = sum(
-        weight * derivative(u + node * e) for node, weight in zip(_NODES, _WEIGHTS, strict=True)
-    )
+    mean_slope = torch.zeros_like(u)
+    for node, weight in zip(_NODES, _WEIGHTS, strict=True):
+        mean_slope += weight / 2 * derivative(u + (node + 1) / 2 * e)
     return torch.where(e.abs() <= 1, e * mean_slope, f(u + e) - f(u))
 
 
@@ -110,17 +107,49 @@ def relu(x: Operand) -> Decided:
     return Decided(delta, full > 0)
 
 
+@register_rule(aten.leaky_relu.default)
+def leaky_relu(x: Operand, slope: float = 0.01) -> Tensor:
+    """``slope·x + (1 − slope)·relu(x)``."""
+    return slope * x.delta + (1 - slope) * relu(x).delta
+
+
+@register_rule(aten.leaky_relu_backward.default)
+def leaky_relu_backward(
+    gradient: Operand, x: Operand, slope: float, self_is_result: bool
+) -> Tensor:
+    """``g·(slope + (1 − slope)·[x > 0])``."""
+    after = x.exact > 0 if x.delta is None else x.exact + x.delta > 0
+    return _times_indicator(gradient, x.exact > 0, after, outside=slope)
+
+
+@register_rule(aten.hardtanh_backward.default)
+def hardtanh_backward(gradient: Operand, x: Operand, low: float, high: float) -> Tensor:
+    """``g`` inside the bounds, 0 outside."""
+    before = (x.exact > low) & (x.exact < high)
+    full = x.exact if x.delta is None else x.exact + x.delta
+    return _times_indicator(gradient, before, (full > low) & (full < high))
+
+
 @register_rule(aten.threshold_backward.default)
 def threshold_backward(gradient: Operand, result: Operand, threshold: float) -> Tensor:
     """``g`` where the activation let values through, decided as its forward pass decided."""
-    if result.delta is None:
-        return torch.where(result.exact > threshold, gradient.delta, 0)
     before, after = result.exact > threshold, result.decision
-    if after is None:
+    if result.delta is None:
+        after = before
+    elif after is None:
         after = result.exact + result.delta > threshold
+    return _times_indicator(gradient, before, after)
+
+
+def _times_indicator(
+    gradient: Operand, before: Tensor, after: Tensor, outside: float = 0.0
+) -> Tensor:
+    """``δ(g·s)`` for a slope s of 1 where the indicator holds and ``outside`` elsewhere."""
     u = gradient.offset
     e = torch.zeros_like(u) if gradient.delta is None else gradient.delta
-    return torch.where(after, torch.where(before, e, u + e), torch.where(before, -u, 0))
+    rises = torch.where(before, e, e + (1 - outside) * u)
+    falls = torch.where(before, outside * e - (1 - outside) * u, outside * e)
+    return torch.where(after, rises, falls)
 
 
 def _normal_density(x: Tensor) -> Tensor:

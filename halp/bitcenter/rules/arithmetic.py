@@ -13,13 +13,14 @@ aten = torch.ops.aten
 
 def weighted_sum(x: Any, y: Any, alpha: float) -> Tensor:
     """``δ(x + α·y) = e_x + α·e_y``, in the shape of the sum."""
-    e_x = x.delta if isinstance(x, Operand) else None
-    e_y = y.delta if isinstance(y, Operand) else None
+    operands = [z for z in (x, y) if isinstance(z, Operand)]
+    shape = torch.broadcast_shapes(*(z.shape for z in operands))
+    e_x: Any = getattr(x, "delta", None)
+    e_y: Any = getattr(y, "delta", None)
     if e_x is not None and e_y is not None:
         return torch.add(e_x, e_y, alpha=alpha)
-    shapes = [z.shape for z in (x, y) if isinstance(z, Operand)]
-    e = e_x.clone() if e_x is not None else alpha * e_y
-    return e if len(shapes) == 1 else e.expand(torch.broadcast_shapes(*shapes)).contiguous()
+    delta = e_x.clone() if e_x is not None else alpha * e_y
+    return delta if delta.shape == shape else delta.expand(shape).contiguous()
 
 
 @register_rule(aten.add.Tensor, aten.add.Scalar)
@@ -113,29 +114,85 @@ def absolute(x: Operand) -> Tensor:
     return torch.where(stays, torch.where(u >= 0, e, -e), full.abs() - u.abs())
 
 
-@register_rule(aten.where.self)
+@register_rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(condition: Any, x: Any, y: Any) -> Tensor:
     """The chosen delta; where offset and full value decide differently, the difference chosen."""
-    e_x, e_y = (torch.zeros_like(z.offset) if z.delta is None else z.delta for z in (x, y))
+    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
     if type(condition) is Tensor:
         return torch.where(condition, e_x, e_y)
     old, new = condition.offset, condition.delta
     same = torch.where(new, e_x, e_y)
-    jump = torch.where(new, x.exact + e_x, y.exact + e_y) - torch.where(old, x.exact, y.exact)
+    jump = torch.where(new, u_x + e_x, u_y + e_y) - torch.where(old, u_x, u_y)
     return torch.where(old == new, same, jump)
+
+
+def exact_and_delta(x: Any) -> tuple[Any, Any]:
+    """Return u, unrounded, and e of an operand or a number: e is 0.0 for a constant."""
+    if not isinstance(x, Operand):
+        return x, 0.0
+    return x.exact, 0.0 if x.delta is None else x.delta
+
+
+@register_rule(aten.maximum.default)
+def maximum(x: Operand, y: Operand) -> Tensor:
+    """With the gap g = u_x − u_y, from the winner of the offsets: see :func:`larger_change`."""
+    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
+    return larger_change(u_x, e_x, u_y, e_y)
+
+
+@register_rule(aten.minimum.default)
+def minimum(x: Operand, y: Operand) -> Tensor:
+    """``min(x, y) = −max(−x, −y)``."""
+    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
+    return -larger_change(-u_x, -e_x, -u_y, -e_y)
+
+
+def larger_change(u_x: Any, e_x: Any, u_y: Any, e_y: Any) -> Tensor:
+    """``δ max(x, y) = max(e_x, e_y − g)`` if g = u_x − u_y ≥ 0, else ``max(e_y, e_x + g)``."""
+    gap = u_x - u_y
+    first_leads = gap >= 0
+    own = torch.where(first_leads, e_x, e_y)
+    other = torch.where(first_leads, e_y, e_x) - gap.abs()
+    return torch.maximum(own, other.to(own.dtype))
+
+
+@register_rule(aten.clamp.default)
+def clamp(x: Operand, low: float | None = None, high: float | None = None) -> Tensor:
+    """``min(max(x, low), high)``, changed by one bound after the other."""
+    u, e = x.exact, x.delta
+    if low is not None:
+        u, e = u.clamp(min=low), larger_change(u, e, low, 0.0)
+    if high is not None:
+        e = -larger_change(-u, -e, -high, 0.0)
+    return e
+
+
+@register_rule(aten.clamp_min.default)
+def clamp_min(x: Operand, low: float) -> Tensor:
+    """See :func:`clamp`."""
+    return clamp(x, low=low)
+
+
+@register_rule(aten.clamp_max.default)
+def clamp_max(x: Operand, high: float) -> Tensor:
+    """See :func:`clamp`."""
+    return clamp(x, high=high)
+
+
+@register_rule(aten.hardtanh.default)
+def hardtanh(x: Operand, low: float = -1, high: float = 1) -> Tensor:
+    """A clamp (ReLU6 is one)."""
+    return clamp(x, low=low, high=high)
 
 
 @register_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Operand, mask: Any, value: Any) -> Tensor:
     """Zero where both fill; where only one does, the difference of what is there."""
-    fill, e_fill = value, 0.0
-    if isinstance(value, Operand):
-        fill, e_fill = value.exact, 0.0 if value.delta is None else value.delta
-    e = torch.zeros_like(x.offset) if x.delta is None else x.delta
+    (fill, e_fill), (u, e) = exact_and_delta(value), exact_and_delta(x)
     if type(mask) is Tensor:
         return torch.where(mask, e_fill, e)
     old, new = mask.offset, mask.delta
-    jump = torch.where(new, fill + e_fill, x.exact + e) - torch.where(old, fill, x.exact)
+    jump = torch.where(new, fill + e_fill, u + e) - torch.where(old, fill, u)
     return torch.where(old == new, torch.where(new, e_fill, e), jump)
 
 

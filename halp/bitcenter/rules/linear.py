@@ -32,7 +32,9 @@ def product(x: Operand, y: Operand) -> Tensor:
 
 
 @register_rule(aten.addmm.default, aten.baddbmm.default, aten.addmv.default)
-def add_product(bias: Operand, x: Operand, y: Operand, *, beta: float = 1, alpha: float = 1) -> Tensor:
+def add_product(
+    bias: Operand, x: Operand, y: Operand, *, beta: float = 1, alpha: float = 1
+) -> Tensor:
     """``δ(β·b + α·x·y) = β·e_b + α·δ(x·y)``, one kernel."""
     if x.delta is None and y.delta is None:
         delta = torch.zeros_like(torch.matmul(x.offset, y.offset))

@@ -43,10 +43,12 @@ def log_softmax_backward(gradient: Operand, y: Operand, dim: int, input_dtype: A
     """``δ(g − p·Σg) = e_g − p·Σe_g − δp·Σ(u_g + e_g)``, p = exp(y_o), ``δp = p·expm1(y_d)``."""
     probability = torch.exp(y.exact)
     sum_after = _full(gradient).sum(dim, keepdim=True)
-    delta = 0 if y.delta is None else -probability * torch.expm1(y.delta) * sum_after
-    if gradient.delta is None:
-        return delta  # type: ignore[return-value]
-    return delta + (gradient.delta - probability * gradient.delta.sum(dim, keepdim=True))
+    delta = torch.zeros_like(probability)
+    if y.delta is not None:
+        delta = delta - probability * torch.expm1(y.delta) * sum_after
+    if gradient.delta is not None:
+        delta = delta + gradient.delta - probability * gradient.delta.sum(dim, keepdim=True)
+    return delta
 
 
 @register_rule(aten._softmax_backward_data.default)
@@ -69,9 +71,11 @@ def nll_loss(
     x: Operand, target: Tensor, weight: Operand | None, reduction: int, ignore_index: int
 ) -> tuple[Tensor, None]:
     """Linear in the log-probabilities; the total weight does not depend on them."""
-    forward = aten.nll_loss_forward if x.delta.dim() <= 2 else aten.nll_loss2d_forward
-    exact_weight = None if weight is None else weight.offset
-    return forward(x.delta, target, exact_weight, reduction, ignore_index)[0], None
+    forward = aten.nll_loss_forward.default
+    if x.delta.dim() > 2:
+        forward = aten.nll_loss2d_forward.default
+    class_weight = None if weight is None else weight.offset
+    return forward(x.delta, target, class_weight, reduction, ignore_index)[0], None
 
 
 @register_rule(aten.nll_loss_backward.default, aten.nll_loss2d_backward.default)
@@ -85,20 +89,16 @@ def nll_loss_backward(
     total_weight: Any,
 ) -> Tensor:
     """Linear in the gradient; of the log-probabilities only the shape is read."""
-    backward = aten.nll_loss_backward if len(x.shape) <= 2 else aten.nll_loss2d_backward
-    shape_only = torch.empty_like(x.exact, dtype=x.offset.dtype if x.delta is None else x.delta.dtype)
+    shape_only = torch.empty_like(x.exact, dtype=gradient.offset.dtype)
     if gradient.delta is None:
         return torch.zeros_like(shape_only)
-    exact_weight = None if weight is None else weight.offset
-    total = total_weight.exact if isinstance(total_weight, Operand) else total_weight
+    backward = aten.nll_loss_backward.default
+    if len(x.shape) > 2:
+        backward = aten.nll_loss2d_backward.default
+    class_weight = None if weight is None else weight.offset
+    total = total_weight.exact.to(shape_only.dtype)
     return backward(
-        gradient.delta,
-        shape_only,
-        target,
-        exact_weight,
-        reduction,
-        ignore_index,
-        total.to(shape_only.dtype),
+        gradient.delta, shape_only, target, class_weight, reduction, ignore_index, total
     )
 
 
@@ -107,7 +107,7 @@ def mse_loss(x: Operand, target: Operand, reduction: int = _MEAN) -> Tensor:
     """With the residual r = x − y: ``δ(r²) = e_r·(2u_r + e_r)``, r unrounded lest it cancel."""
     e = _residual_delta(x, target)
     squares = e * (2 * (x.exact - target.exact) + e)
-    return {_MEAN: torch.mean, _SUM: torch.sum}.get(reduction, lambda t: t)(squares)
+    return _reduced(squares, reduction)
 
 
 @register_rule(aten.mse_loss_backward.default)
@@ -125,3 +125,31 @@ def _residual_delta(x: Operand, target: Operand) -> Tensor:
     if target.delta is None:
         return x.delta.expand(torch.broadcast_shapes(x.shape, target.shape))
     return -target.delta if x.delta is None else x.delta - target.delta
+
+
+@register_rule(aten.binary_cross_entropy_with_logits.default)
+def binary_cross_entropy_with_logits(
+    x: Operand,
+    target: Operand,
+    weight: Operand | None = None,
+    pos_weight: Operand | None = None,
+    reduction: int = _MEAN,
+) -> Tensor:
+    """``(1 − t)·x + l·log(1 + exp(−x))`` with ``l = 1 + (pos_weight − 1)·t``, t constant.
+
+    ``δ log(1 + exp(−x)) = log1p(σ(−u)·expm1(−e))``.
+    """
+    if x.delta is None or target.delta is not None:
+        raise NotImplementedError("the target of a bit-centered binary cross-entropy is a constant")
+    change = torch.log1p(torch.sigmoid(-x.exact) * torch.expm1(-x.delta))
+    log_weight = 1 if pos_weight is None else 1 + (pos_weight.offset - 1) * target.offset
+    delta = (1 - target.offset) * x.delta + log_weight * change
+    if weight is not None:
+        delta = delta * weight.offset
+    return _reduced(delta, reduction)
+
+
+def _reduced(t: Tensor, reduction: int) -> Tensor:
+    if reduction == _MEAN:
+        return t.mean()
+    return t.sum() if reduction == _SUM else t

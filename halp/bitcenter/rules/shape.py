@@ -91,7 +91,7 @@ def convert(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
     (x,) = args
     dtype = kwargs.get("dtype") or x.dtype
     if not dtype.is_floating_point:
-        return _from_values(x, func(x.offset, **kwargs), func(x.value, **kwargs))
+        return BitCenteredTensor(func(x.offset, **kwargs), func(x.value, **kwargs), x.context)
     if dtype not in (torch.float32, torch.float64):
         raise RuntimeError(
             f"a bit-centered tensor cannot be converted to {dtype} (by .half(), .bfloat16(), "
@@ -103,10 +103,6 @@ def convert(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
         offset = func(x.offset, **kwargs)
         return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
     return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
-
-
-def _from_values(x: BitCenteredTensor, offset: Tensor, value: Tensor) -> BitCenteredTensor:
-    return BitCenteredTensor(offset, value, x.context)
 
 
 @register_handler(aten.copy_.default)
@@ -149,9 +145,7 @@ def create(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
     return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=delta_dtype), x.context)
 
 
-@register_handler(
-    aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default
-)
+@register_handler(aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default)
 def randomize(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Fill with random values, drawn once for both parts: they become the offset."""
     x = args[0]
@@ -167,7 +161,7 @@ def bernoulli(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=x.delta.dtype), x.context)
 
 
-@register_handler(aten._local_scalar_dense.default)
+@register_handler(aten._local_scalar_dense.default, aten.item.default)
 def item(func: OpOverload, args: tuple, kwargs: dict) -> float | int | bool:
     """``t.item()`` is offset + delta."""
     return args[0].value.item()
@@ -177,3 +171,17 @@ def item(func: OpOverload, args: tuple, kwargs: dict) -> float | int | bool:
 def equal(func: OpOverload, args: tuple, kwargs: dict) -> bool:
     """``torch.equal`` compares full values."""
     return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
+
+
+@register_handler(aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+def refuse_norm(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+    """Refuse what ``clip_grad_norm_`` would measure.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        "the norm of a bit-centered tensor has no delta rule. Of gradients: clip_grad_norm_ would "
+        "clip the delta alone, so give BitCenterSVRG(..., max_norm=...), which clips the "
+        "variance-reduced gradient. Of activations: write t.square().sum().sqrt()"
+    )

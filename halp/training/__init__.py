@@ -1,0 +1,26 @@
+"""Training loop, measurements, records of a run, and figures."""
+
+from halp.training.figures import plot_convergence
+from halp.training.loop import train
+from halp.training.metrics import (
+    Criterion,
+    Measures,
+    measure,
+    measure_test,
+    measure_training,
+)
+from halp.training.records import EpochRecord, RecordError, RunFolder, read_metrics
+
+__all__ = [
+    "Criterion",
+    "EpochRecord",
+    "Measures",
+    "RecordError",
+    "RunFolder",
+    "measure",
+    "measure_test",
+    "measure_training",
+    "plot_convergence",
+    "read_metrics",
+    "train",
+]

@@ -1,0 +1,72 @@
+"""The training loop, the same for every solver."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from halp.data import Batches
+from halp.optim.base import Solver
+from halp.training.metrics import Criterion, Measures
+from halp.training.records import EpochRecord
+
+
+def train(
+    model: nn.Module,
+    optimizer: Solver,
+    batches: Batches,
+    criterion: Criterion,
+    *,
+    epochs: int,
+    measure: Callable[[], Measures],
+    measure_every: int = 1,
+    after_step: Callable[[], object] | None = None,
+) -> Iterator[EpochRecord]:
+    """Train, yielding what was measured before training and after epochs.
+
+    Args:
+        model: the model that ``optimizer`` trains.
+        optimizer: any solver of `halp.optim`.
+        batches: training data; one iteration over it is an epoch.
+        criterion: mean loss of outputs and labels.
+        epochs: number of epochs, possibly 0.
+        measure: measures the model as it is now; its time is not counted.
+        measure_every: a record is made of every so many epochs, and always of epoch 0 (before
+            training) and of the last.
+        after_step: called after each inner step, for a progress bar.
+
+    Yields:
+        One record for each measured epoch; training goes on when the next one is asked for.
+        ``seconds`` is the training time of that one epoch, snapshots included.
+    """
+
+    def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        loss = criterion(model(inputs), labels)
+        loss.backward()
+        return loss
+
+    yield EpochRecord.of(epoch=0, measures=measure(), seconds=0.0)
+    for epoch in range(1, epochs + 1):
+        started = _now(batches)
+        model.train()
+        for inputs, labels in batches:
+            if optimizer.snapshot_due:
+                optimizer.snapshot(batches, loss_of)
+            optimizer.step(partial(loss_of, inputs, labels))
+            if after_step is not None:
+                after_step()
+        seconds = _now(batches) - started
+        if epoch % measure_every == 0 or epoch == epochs:
+            yield EpochRecord.of(epoch=epoch, measures=measure(), seconds=seconds)
+
+
+def _now(batches: Batches) -> float:
+    """Seconds on a clock, once a device that works asynchronously has finished."""
+    if batches.inputs.is_cuda:
+        torch.cuda.synchronize(batches.inputs.device)
+    return time.perf_counter()
