@@ -89,18 +89,22 @@ class BitCenteredTensor(Tensor):
         return self.offset + self.delta
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
-        return ["offset", "delta"], self.context
+        return ["offset", "delta"], (self.context, self.context.offsets_only)
 
     @classmethod
     def __tensor_unflatten__(
-        cls, inner: dict[str, Tensor], context: Any, outer_size: Any, outer_stride: Any
+        cls, inner: dict[str, Tensor], metadata: Any, outer_size: Any, outer_stride: Any
     ) -> "BitCenteredTensor":
-        return cls(inner["offset"], inner["delta"], context)
+        return cls(inner["offset"], inner["delta"], metadata[0])
 
     @classmethod
-    def __metadata_guard__(cls, traced: Context, context: Context) -> bool:
-        """Whether code compiled for one model's tensors serves another's."""
-        return (traced.precision, traced.offsets_only) == (context.precision, context.offsets_only)
+    def __metadata_guard__(cls, traced: tuple[Context, bool], seen: tuple[Context, bool]) -> bool:
+        """Whether code compiled for one tensor serves another (or the same one in a snapshot)."""
+        return (traced[0].precision, traced[1]) == (seen[0].precision, seen[1])
+
+    def _stable_hash_for_caching(self) -> str:
+        """What of a tensor compiled code depends on, for the compiler's cache on disk."""
+        return f"{type(self).__name__}({self.context.precision}, {self.context.offsets_only})"
 
     @property
     def data(self) -> Tensor:
