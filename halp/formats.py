@@ -66,6 +66,9 @@ class FloatFormat:
         """Largest relative error of rounding a normal value to nearest: ``2^−(m+1)``."""
         return 2.0 ** -(self.fraction_bits + 1)
 
+    def __hash__(self) -> int:
+        return hash(self.name)  # every rounding looks its constants up
+
     def __str__(self) -> str:
         return self.name
 

@@ -72,6 +72,8 @@ class _Constants(NamedTuple):
     #: Smallest normal carrier value; the largest binade whose product with ``magic`` is finite.
     tiny: float
     largest_binade: float
+    #: Exponent of the carrier's largest binade.
+    carrier_exponent: int
     random_bits: int
 
 
@@ -100,6 +102,7 @@ def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | N
         exponent_range=format.max_exponent - format.min_exponent,
         tiny=torch.finfo(dtype).tiny,
         largest_binade=2.0 ** (carrier.bias - dropped - 1),
+        carrier_exponent=carrier.bias,
         random_bits=carrier.random_bits,
     )
 
@@ -184,9 +187,11 @@ def round_to_format(
 
     What :func:`quantize` does, without its checks.
     """
-    c = _constants(format, x.dtype, None if is_traced(x) else x.device)
+    traced = is_traced(x)
+    c = _constants(format, x.dtype, None if traced else x.device)
     if isinstance(scale, str):
-        return _round(x, c, scaled_smallest_normal(x, format), key)
+        on_host = not traced and x.device.type == "cpu"
+        return _round(x, c, _host_scaled_normal(x, c) if on_host else _scaled_normal(x, c), key)
     if scale is not None:
         return round_to_format(x / scale, format, None, overflow, key).mul_(scale)
     if overflow == "saturate":
@@ -196,36 +201,37 @@ def round_to_format(
     return torch.where(rounded.abs() > c.max, beyond, rounded)
 
 
-def scaled_smallest_normal(x: Tensor, format: FloatFormat) -> float | Tensor:
-    """Return s · smallest_normal for the smallest power of two s with ``max|x| ≤ s · format.max``.
+def _scaled_normal(x: Tensor, c: _Constants) -> Tensor | float:
+    """Return s · smallest_normal for the smallest power of two s with ``max|x| ≤ s · max``.
 
     A power-of-two scale moves nothing but the exponent below which values are subnormal, so this is
-    all of ``"auto"``. On a CPU, reading the magnitude back is cheaper than five 0-dim operations;
-    elsewhere it would wait for the device, and traced code has no value to read.
+    all of ``"auto"``. It works on the bits of the largest magnitude: a significand beyond that of
+    the format's maximum carries into the exponent.
     """
-    c = _constants(format, x.dtype, None)
-    carrier = _CARRIERS[x.dtype]
     if x.numel() == 0:
         return c.tiny
-    if x.device.type != "cpu" or is_traced(x):
-        return _scaled_smallest_normal_on_device(x, c, carrier)
-    low, high = torch.aminmax(x)
-    largest = max(-low.item(), high.item())
-    if not math.isfinite(largest):
-        largest = 2.0 ** (carrier.bias + 1)
-    half_significand, exponent = math.frexp(largest)
-    scale_exponent = exponent - 1 - c.max_exponent + (2 * half_significand > c.max_significand)
-    return max(math.ldexp(c.smallest_normal, scale_exponent), c.tiny) if largest else c.tiny
-
-
-def _scaled_smallest_normal_on_device(x: Tensor, c: _Constants, carrier: _Carrier) -> Tensor:
-    """Do the same on the bit pattern: a fraction beyond the format's carries into the exponent."""
+    carrier = _CARRIERS[x.dtype]
     low, high = torch.aminmax(x)
     bits = torch.maximum(-low, high).view(c.integer)
     carry = carrier.fraction_mask - int((c.max_significand - 1) * 2**carrier.fraction_bits)
     shift = c.exponent_range << carrier.fraction_bits
     exponent = ((bits + carry) & carrier.exponent_mask) - shift
     return exponent.clamp(min=1 << carrier.fraction_bits).view(x.dtype)
+
+
+def _host_scaled_normal(x: Tensor, c: _Constants) -> float:
+    """Return what :func:`_scaled_normal` does, faster where the magnitude is at hand to read."""
+    if x.numel() == 0:
+        return c.tiny
+    low, high = torch.aminmax(x)
+    largest = max(-low.item(), high.item())
+    if largest == 0:
+        return c.tiny
+    half_significand, exponent = math.frexp(largest)
+    if not math.isfinite(largest):
+        half_significand, exponent = 0.5, c.carrier_exponent + 2
+    scale_exponent = exponent - 1 - c.max_exponent + (2 * half_significand > c.max_significand)
+    return max(math.ldexp(c.smallest_normal, scale_exponent), c.tiny)
 
 
 def _round(x: Tensor, c: _Constants, smallest_normal: float | Tensor, key: Key | None) -> Tensor:

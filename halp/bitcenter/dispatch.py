@@ -18,8 +18,8 @@ from halp.bitcenter.tensor import BitCenteredTensor
 from halp.calls import call
 from halp.random_bits import is_traced
 
-#: Runs an operation: takes it, its positional and its keyword arguments, and returns its result.
-Handler = Callable[[OpOverload, tuple, dict], Any]
+#: Runs an operation: takes it, the argument to model results on, and all arguments.
+Handler = Callable[[OpOverload, BitCenteredTensor, tuple, dict], Any]
 
 HANDLERS: dict[OpOverload, Handler] = {}
 
@@ -129,11 +129,11 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         return _on_offsets(func, args, kwargs, like.dtype)
     handler = HANDLERS.get(func)
     if handler is not None:
-        return handler(func, args, kwargs)
+        return handler(func, like, args, kwargs)
     if func._schema.is_mutable:
         return _in_place(func, args, kwargs)
     if not like.dtype.is_floating_point:
-        return on_both_values(func, args, kwargs)
+        return on_both_values(func, like, args, kwargs)
     return _decompose(func, args, kwargs)
 
 
@@ -178,12 +178,10 @@ def _exact(x: Tensor, dtype: torch.dtype) -> Tensor:
 def _handler_of(rule: Callable) -> Handler:
     """Make a rule into a handler: it adds the offset, and rounds the delta."""
 
-    def handler(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-        like = model_of(args, kwargs)
-        assert like is not None
+    def handler(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
         context = like.context
         if not like.dtype.is_floating_point:
-            return on_both_values(func, args, kwargs)
+            return on_both_values(func, like, args, kwargs)
         dtype, delta_dtype = like.dtype, like.delta.dtype
 
         def operand(x: Tensor) -> Any:
@@ -239,13 +237,11 @@ def _in_layout_of(model: Tensor, x: Tensor) -> Tensor:
     return torch.empty_strided(model.shape, model.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
-def on_both_values(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Run an operation that decides or jumps on the offset, and again on the full value.
 
     Integer and boolean results carry both; the delta of a floating-point result is the difference.
     """
-    like = model_of(args, kwargs)
-    assert like is not None
     offsets = call(func, args, kwargs, lambda x: x.offset if type(x) is BitCenteredTensor else x)
     values = call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 

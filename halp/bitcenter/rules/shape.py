@@ -36,9 +36,8 @@ aten = torch.ops.aten
     aten._unsafe_view.default,
     aten._reshape_alias.default,
 )
-def view(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Alias both parts: writing to the view writes to both parts of its base."""
-    x = args[0]
 
     def see(part: Tensor) -> Tensor:
         return func(part, *args[1:], **kwargs)
@@ -62,9 +61,10 @@ def view(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 @register_handler(
     aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default
 )
-def views(func: OpOverload, args: tuple, kwargs: dict) -> list[BitCenteredTensor]:
+def views(
+    func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
+) -> list[BitCenteredTensor]:
     """Several views at once."""
-    x = args[0]
     parts = zip(
         func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs), strict=True
     )
@@ -72,9 +72,8 @@ def views(func: OpOverload, args: tuple, kwargs: dict) -> list[BitCenteredTensor
 
 
 @register_handler(aten.clone.default, aten.contiguous.default, aten.lift_fresh.default)
-def copy(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+def copy(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Copy both parts."""
-    x = args[0]
     offset, delta = func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs)
     result = BitCenteredTensor(offset, delta, x.context)
     result.decision = x.decision
@@ -82,13 +81,12 @@ def copy(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
 
 
 @register_handler(aten._to_copy.default)
-def convert(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Move to another device, or to float32 or float64; integers keep both values.
 
     Raises:
         RuntimeError: conversion to a narrower dtype, which would round offset and delta alike.
     """
-    (x,) = args
     dtype = kwargs.get("dtype") or x.dtype
     if not dtype.is_floating_point:
         return BitCenteredTensor(func(x.offset, **kwargs), func(x.value, **kwargs), x.context)
@@ -106,7 +104,7 @@ def convert(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
 
 
 @register_handler(aten.copy_.default)
-def copy_into(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+def copy_into(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """``target.copy_(source)``: a plain source becomes the offset, with a delta of zero.
 
     Raises:
@@ -135,9 +133,8 @@ def copy_into(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
     aten.randn_like.default,
     aten.zeros_like.default,
 )
-def create(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+def create(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Create a tensor like a bit-centered one: a new offset with a delta of zero."""
-    x = args[0]
     offset = func(x.offset, *args[1:], **kwargs)
     if not offset.dtype.is_floating_point:
         return BitCenteredTensor(offset, offset.clone(), x.context)
@@ -146,35 +143,35 @@ def create(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
 
 
 @register_handler(aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default)
-def randomize(func: OpOverload, args: tuple, kwargs: dict) -> BitCenteredTensor:
+def randomize(
+    func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
+) -> BitCenteredTensor:
     """Fill with random values, drawn once for both parts: they become the offset."""
-    x = args[0]
     assign(x, func(torch.empty_like(x.offset), *args[1:], **kwargs))
     return x
 
 
 @register_handler(aten.bernoulli.p)
-def bernoulli(func: OpOverload, args: tuple, kwargs: dict) -> Tensor:
+def bernoulli(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """The out-of-place form, which compiled code uses for dropout."""
-    x = args[0]
     offset = func(x.offset, *args[1:], **kwargs)
     return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=x.delta.dtype), x.context)
 
 
 @register_handler(aten._local_scalar_dense.default, aten.item.default)
-def item(func: OpOverload, args: tuple, kwargs: dict) -> float | int | bool:
+def item(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> float | int | bool:
     """``t.item()`` is offset + delta."""
-    return args[0].value.item()
+    return x.value.item()
 
 
 @register_handler(aten.equal.default)
-def equal(func: OpOverload, args: tuple, kwargs: dict) -> bool:
+def equal(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> bool:
     """``torch.equal`` compares full values."""
     return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 
 
 @register_handler(aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
-def refuse_norm(func: OpOverload, args: tuple, kwargs: dict) -> Any:
+def refuse_norm(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Refuse what ``clip_grad_norm_`` would measure.
 
     Raises:
