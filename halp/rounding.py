@@ -48,6 +48,9 @@ _CARRIERS = {
     torch.float64: _Carrier(torch.int64, 11, 52, random_bits=32),
 }
 
+#: Brings the largest values of a carrier to where rounding cannot overflow; a power of two.
+_SHRINK = 2.0**-64
+
 
 class _Constants(NamedTuple):
     """What rounding to one format in one carrier needs, computed once."""
@@ -190,8 +193,7 @@ def round_to_format(
     traced = is_traced(x)
     c = _constants(format, x.dtype, None if traced else x.device)
     if isinstance(scale, str):
-        on_host = not traced and x.device.type == "cpu"
-        return _round(x, c, _host_scaled_normal(x, c) if on_host else _scaled_normal(x, c), key)
+        return _round_to_own_scale(x, c, key, on_host=not traced and x.device.type == "cpu")
     if scale is not None:
         return round_to_format(x / scale, format, None, overflow, key).mul_(scale)
     if overflow == "saturate":
@@ -201,30 +203,36 @@ def round_to_format(
     return torch.where(rounded.abs() > c.max, beyond, rounded)
 
 
-def _scaled_normal(x: Tensor, c: _Constants) -> Tensor | float:
-    """Return s · smallest_normal for the smallest power of two s with ``max|x| ≤ s · max``.
+def _round_to_own_scale(x: Tensor, c: _Constants, key: Key | None, on_host: bool) -> Tensor:
+    """Round with the smallest power of two s as scale for which ``max|x| ≤ s · max``.
 
-    A power-of-two scale moves nothing but the exponent below which values are subnormal, so this is
-    all of ``"auto"``. It works on the bits of the largest magnitude: a significand beyond that of
-    the format's maximum carries into the exponent.
+    A power-of-two scale moves nothing but the exponent below which values are subnormal. Values so
+    large that ``magic`` times them overflows the carrier are made smaller meanwhile, exactly.
     """
-    if x.numel() == 0:
-        return c.tiny
-    carrier = _CARRIERS[x.dtype]
-    low, high = torch.aminmax(x)
-    bits = torch.maximum(-low, high).view(c.integer)
-    carry = carrier.fraction_mask - int((c.max_significand - 1) * 2**carrier.fraction_bits)
-    shift = c.exponent_range << carrier.fraction_bits
-    exponent = ((bits + carry) & carrier.exponent_mask) - shift
-    return exponent.clamp(min=1 << carrier.fraction_bits).view(x.dtype)
+    if x.numel() == 0 or c.same_range:
+        return _round(x, c, c.tiny, key)
+    if on_host:  # reading the magnitude is cheaper than five 0-dim operations
+        low, high = torch.aminmax(x)
+        largest = max(-low.item(), high.item())
+        if math.isnan(largest):
+            largest = _without_nan(x).abs().max().item()
+        normal = _scaled_normal(largest, c)
+        if largest < c.largest_binade:
+            return _round(x, c, normal, key)
+        return _round(x * _SHRINK, c, max(normal * _SHRINK, c.tiny), key).div_(_SHRINK)
+    magnitude = _without_nan(x).abs().max()
+    shrink = torch.where(magnitude < c.largest_binade, 1.0, _SHRINK).to(x.dtype)
+    normal_tensor = (_scaled_normal_of_tensor(magnitude, c) * shrink).clamp(min=c.tiny)
+    return _round(x * shrink, c, normal_tensor, key) / shrink
 
 
-def _host_scaled_normal(x: Tensor, c: _Constants) -> float:
-    """Return what :func:`_scaled_normal` does, faster where the magnitude is at hand to read."""
-    if x.numel() == 0:
-        return c.tiny
-    low, high = torch.aminmax(x)
-    largest = max(-low.item(), high.item())
+def _without_nan(x: Tensor) -> Tensor:
+    """Return ``x`` with zeros for NaN: one NaN must not make its neighbours subnormal."""
+    return torch.nan_to_num(x, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+
+
+def _scaled_normal(largest: float, c: _Constants) -> float:
+    """Return s · smallest_normal for a tensor with this largest magnitude."""
     if largest == 0:
         return c.tiny
     half_significand, exponent = math.frexp(largest)
@@ -232,6 +240,15 @@ def _host_scaled_normal(x: Tensor, c: _Constants) -> float:
         half_significand, exponent = 0.5, c.carrier_exponent + 2
     scale_exponent = exponent - 1 - c.max_exponent + (2 * half_significand > c.max_significand)
     return max(math.ldexp(c.smallest_normal, scale_exponent), c.tiny)
+
+
+def _scaled_normal_of_tensor(largest: Tensor, c: _Constants) -> Tensor:
+    """Do the same on the bits: a significand beyond the format's carries into the exponent."""
+    carrier = _CARRIERS[largest.dtype]
+    carry = carrier.fraction_mask - int((c.max_significand - 1) * 2**carrier.fraction_bits)
+    shift = c.exponent_range << carrier.fraction_bits
+    exponent = ((largest.view(c.integer) + carry) & carrier.exponent_mask) - shift
+    return exponent.clamp(min=1 << carrier.fraction_bits).view(largest.dtype)
 
 
 def _round(x: Tensor, c: _Constants, smallest_normal: float | Tensor, key: Key | None) -> Tensor:
