@@ -25,41 +25,59 @@ HANDLERS: dict[OpOverload, Handler] = {}
 
 
 class Operand:
-    """A floating-point operand as a rule sees it.
+    """An operand as a rule sees it: a floating-point tensor, or anything bit-centered.
 
     Attributes:
         delta: e, on the low-precision grid; None for a constant (a plain tensor), whose e is zero.
-        offset: u, rounded to the low-precision format and stored in the delta's dtype.
-        exact: u unrounded, in the offset's dtype, for rules that decide or that would cancel.
-        decision: which elements of the full value a ReLU let through, if this came out of one.
         shape: the operand's shape.
     """
 
     __slots__ = ("_context", "_dtype", "_tensor", "delta", "shape")
 
     def __init__(self, tensor: Tensor, context: Context, dtype: torch.dtype) -> None:
-        self._tensor = tensor
+        self._tensor: Any = tensor
         self._context = context
         self._dtype = dtype
-        self.delta: Any = tensor.delta if type(tensor) is BitCenteredTensor else None
         self.shape = tensor.shape
+        self.delta: Any = None
+        if type(tensor) is BitCenteredTensor:
+            self.delta = tensor.delta
+            if self.decides:  # a count, or a mask of zeros and ones
+                self.delta = tensor.delta.to(dtype) - tensor.offset.to(dtype)
 
     @property
     def offset(self) -> Tensor:
-        """The rounded offset; of a constant, the constant itself, rounded."""
+        """u: the offset, rounded to the format and stored in the delta's dtype."""
         if self.delta is None:
             return self._context.copies.rounded(self._tensor, self._dtype)
-        return self._tensor.low_offset  # type: ignore[attr-defined]
+        return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.low_offset
 
     @property
     def exact(self) -> Tensor:
-        """The unrounded offset."""
-        return self._tensor if self.delta is None else self._tensor.offset  # type: ignore[attr-defined]
+        """u unrounded, in the offset's dtype: for rules that decide or that would cancel."""
+        if self.delta is None:
+            return self._tensor
+        return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.offset
+
+    @property
+    def decides(self) -> bool:
+        """Whether this is a mask or an index that offset and full value may set differently."""
+        return not self._tensor.dtype.is_floating_point
+
+    @property
+    def before(self) -> Tensor:
+        """Of a mask or an index: what the offset alone decides."""
+        return self._tensor.offset
+
+    @property
+    def after(self) -> Tensor:
+        """Of a mask or an index: what the full value decides."""
+        return self._tensor.delta
 
     @property
     def decision(self) -> Tensor | None:
-        """The elements that a ReLU let through, or None."""
-        return None if self.delta is None else self._tensor.decision  # type: ignore[attr-defined]
+        """The elements of the full value that a ReLU let through, if this came out of one."""
+        return None if self.delta is None else self._tensor.decision
 
 
 class Decided(NamedTuple):
@@ -73,11 +91,14 @@ def register_rule(*ops: OpOverload) -> Callable[[Callable], Callable]:
     """Register a delta rule for ATen operations.
 
     The rule is called with the operation's arguments, in which every floating-point tensor has
-    become an operand with the attributes ``offset`` (u, rounded to the format), ``delta`` (e, or
-    None where the operand is a plain tensor, a constant) and ``exact`` (u unrounded). Integer and
-    boolean tensors stay as they are. The rule returns the result's delta in a new tensor, computed
-    wide: the dispatcher rounds it, and computes the offset with the operation itself. For an
-    operation with several results it returns a tuple, with None for a result without a delta.
+    become an :class:`Operand` with the attributes ``offset`` (u, rounded to the format), ``delta``
+    (e, or None where the operand is a plain tensor, a constant) and ``exact`` (u unrounded). So
+    have comparisons and indices of bit-centered tensors, with ``before`` and ``after`` besides;
+    plain integer and boolean tensors stay as they are.
+
+    It returns the result's delta in a new tensor, computed wide: the dispatcher rounds it, and
+    computes the offset with the operation itself. For an operation with several results it returns
+    a tuple, with None for a result without a delta.
 
     Example:
         >>> @register_rule(torch.ops.aten.cosh.default)
@@ -185,9 +206,9 @@ def _handler_of(rule: Callable) -> Handler:
         dtype, delta_dtype = like.dtype, like.delta.dtype
 
         def operand(x: Tensor) -> Any:
-            if not x.dtype.is_floating_point:
-                return x
-            return Operand(x, context, delta_dtype)
+            if x.dtype.is_floating_point or type(x) is BitCenteredTensor:
+                return Operand(x, context, delta_dtype)
+            return x
 
         def offset() -> Any:
             return _on_offsets(func, args, kwargs, dtype)

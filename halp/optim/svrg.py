@@ -45,7 +45,7 @@ class VarianceReduced(SnapshotSolver):
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
         full = self.state[p].get("full_gradient")
-        terms = [(p.grad, 1), (self._gradients_at_snapshot.get(p), -1), (full, 1)]
+        terms = [(p.grad, 1), (self._gradients_at_snapshot.pop(p, None), -1), (full, 1)]
         gradient = None
         for term, sign in terms:
             if term is not None:

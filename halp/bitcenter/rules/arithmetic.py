@@ -116,14 +116,13 @@ def absolute(x: Operand) -> Tensor:
 
 @register_rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(condition: Any, x: Any, y: Any) -> Tensor:
-    """The chosen delta; where offset and full value decide differently, the difference chosen."""
+    """The chosen delta, and how the chosen offset jumps where the full value decides otherwise."""
     (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
     if type(condition) is Tensor:
         return torch.where(condition, e_x, e_y)
-    old, new = condition.offset, condition.delta
-    same = torch.where(new, e_x, e_y)
-    jump = torch.where(new, u_x + e_x, u_y + e_y) - torch.where(old, u_x, u_y)
-    return torch.where(old == new, same, jump)
+    old, new = condition.before, condition.after
+    jump = torch.where(new, u_x, u_y) - torch.where(old, u_x, u_y)
+    return torch.where(new, e_x, e_y) + jump
 
 
 def exact_and_delta(x: Any) -> tuple[Any, Any]:
@@ -187,13 +186,8 @@ def hardtanh(x: Operand, low: float = -1, high: float = 1) -> Tensor:
 
 @register_rule(aten.masked_fill.Scalar, aten.masked_fill.Tensor)
 def masked_fill(x: Operand, mask: Any, value: Any) -> Tensor:
-    """Zero where both fill; where only one does, the difference of what is there."""
-    (fill, e_fill), (u, e) = exact_and_delta(value), exact_and_delta(x)
-    if type(mask) is Tensor:
-        return torch.where(mask, e_fill, e)
-    old, new = mask.offset, mask.delta
-    jump = torch.where(new, fill + e_fill, u + e) - torch.where(old, fill, u)
-    return torch.where(old == new, torch.where(new, e_fill, e), jump)
+    """``where(mask, value, x)``."""
+    return where(mask, value, x)
 
 
 register_handler(

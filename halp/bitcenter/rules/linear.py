@@ -1,6 +1,7 @@
 """Operations that are linear in each operand: matrix products, sums, and moving elements about."""
 
-from collections.abc import Callable
+import operator
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -46,18 +47,29 @@ def add_product(
 
 
 def same_operation(op: Callable, *args: Any, **kwargs: Any) -> Any:
-    """The delta of a linear operation is the operation on the deltas."""
-    return op(*replace_operands(args), **kwargs)
+    """The delta of a linear operation is the operation on the deltas.
+
+    An index that the full value sets differently adds ``op(u, new index) − op(u, old index)``.
+    """
+    delta = op(*replace_operands(args, delta_of, after), **kwargs)
+    if any(isinstance(x, Operand) and x.decides for x in _flat(args)):
+        new = op(*replace_operands(args, exact, after), **kwargs)
+        delta = delta + (new - op(*replace_operands(args, exact, before), **kwargs))
+    return delta
 
 
-def replace_operands(values: Any) -> list:
-    """Return arguments with operands replaced by their deltas, those of constants by zeros."""
+def replace_operands(
+    values: Any, of_float: Callable[[Operand], Tensor], of_index: Callable[[Operand], Tensor]
+) -> list:
+    """Return arguments with floating-point operands and indices replaced by parts of them."""
     return [
-        replace_operands(value)
+        replace_operands(value, of_float, of_index)
         if type(value) is list
-        else delta_of(value)
-        if type(value) is Operand
         else value
+        if type(value) is not Operand
+        else of_index(value)
+        if value.decides
+        else of_float(value)
         for value in values
     ]
 
@@ -67,6 +79,29 @@ def delta_of(x: Operand) -> Tensor:
     return torch.zeros_like(x.offset) if x.delta is None else x.delta
 
 
+exact, before, after = (operator.attrgetter(name) for name in ("exact", "before", "after"))
+
+
+def _flat(values: Any) -> Iterator[Any]:
+    for value in values:
+        if type(value) is list:
+            yield from _flat(value)
+        else:
+            yield value
+
+
+@register_rule(aten.cat.default)
+def cat(parts: list[Operand], dim: int = 0) -> Tensor:
+    """The concatenated deltas."""
+    return torch.cat([delta_of(part) for part in parts], dim)
+
+
+@register_rule(aten.stack.default)
+def stack(parts: list[Operand], dim: int = 0) -> Tensor:
+    """The stacked deltas."""
+    return torch.stack([delta_of(part) for part in parts], dim)
+
+
 for _op in (
     aten.neg.default,
     aten.sum.default,
@@ -74,8 +109,6 @@ for _op in (
     aten.mean.default,
     aten.mean.dim,
     aten.cumsum.default,
-    aten.cat.default,
-    aten.stack.default,
     aten.constant_pad_nd.default,
     aten.flip.default,
     aten.roll.default,
@@ -86,6 +119,7 @@ for _op in (
     aten.index_select.default,
     aten.index.Tensor,
     aten.index_add.default,
+    aten.scatter.src,
     aten.scatter_add.default,
     aten.select_backward.default,
     aten.slice_backward.default,

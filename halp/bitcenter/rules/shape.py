@@ -103,6 +103,26 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
     return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
 
 
+@register_handler(
+    aten.max.dim, aten.min.dim, aten.sort.default, aten.sort.stable, aten.topk.default
+)
+def pick(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> tuple:
+    """Operations that pick elements by value: the offset and the full value choose each."""
+    dim, keeps_dim = _dim_and_keep(func, args, kwargs)
+    before, after = (func(part, *args[1:], **kwargs)[1] for part in (x.offset, x.value))
+    indices = BitCenteredTensor(before, after, x.context)
+    if keeps_dim:
+        return x.gather(dim, indices), indices
+    return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices
+
+
+def _dim_and_keep(func: OpOverload, args: tuple, kwargs: dict) -> tuple[int, bool]:
+    """Return the dimension that is picked along, and whether the result still has it."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = {**dict(zip(names, args, strict=False)), **kwargs}
+    return given.get("dim", -1), "keepdim" not in names or given.get("keepdim", False)
+
+
 @register_handler(aten.copy_.default)
 def copy_into(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """``target.copy_(source)``: a plain source becomes the offset, with a delta of zero.
