@@ -55,6 +55,10 @@ class Emulation(TorchDispatchMode):
             return type(result)(self._round(r) if isinstance(r, Tensor) else r for r in result)
         return result
 
+    def __exit__(self, *exception: Any) -> None:
+        self._copies.forget()  # also lets parameters be swapped, which weak references would forbid
+        super().__exit__(*exception)
+
     def _round(self, x: Tensor) -> Tensor:
         if not x.dtype.is_floating_point:
             return x

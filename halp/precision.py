@@ -108,14 +108,21 @@ class RoundedCopies:
         """Note that the contiguous tensor ``x`` rounds to ``copy``, or to itself."""
         if is_traced(x) or x.is_inference() or not x.is_contiguous():
             return
-        key, known = (x.data_ptr(), x.numel(), x.dtype, copy.dtype), self._known
+        key = (x.data_ptr(), x.numel(), x.dtype, copy.dtype)
+        owner = weakref.ref(self)
 
         def forget(_: object) -> None:
-            known.pop(key, None)
+            copies = owner()
+            if copies is not None:
+                copies._known.pop(key, None)
 
         # A detached alias: remembering a result must not keep the tensor itself alive.
         copy = copy.detach() if copy is x else copy
-        known[key] = (weakref.ref(x, forget), self._version(x), copy)
+        self._known[key] = (weakref.ref(x, forget), self._version(x), copy)
+
+    def forget(self) -> None:
+        """Forget every copy."""
+        self._known.clear()
 
     def _version(self, x: Tensor) -> tuple[int, int]:
         return x._version, self._rounder.generation

@@ -108,7 +108,8 @@ def to_plain(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     Every parameter becomes ``w̃ + z`` in the model's own dtype (or in ``dtype``), and keeps its
     identity. A plain model is returned as it is.
     """
-    _replace_parameters(model, lambda p: _plain(p, dtype))
+    if is_bit_centered(model):
+        _replace_parameters(model, lambda p: _plain(p, dtype))
     for module in model.modules():
         hook = module.__dict__.pop("_halp_state_hook", None)
         if hook is not None:
@@ -130,6 +131,9 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         dtype: dtype of the plain parameters; by default the model's own, whatever the dtype of its
             offsets.
     """
+    if not is_bit_centered(model):
+        yield model
+        return
     saved: dict[int, tuple[Tensor, Tensor | None]] = {}
     versions: dict[int, int] = {}
     for parameter in model.parameters():

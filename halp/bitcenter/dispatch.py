@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._decomp import decomposition_table
 from torch._ops import OpOverload
+from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
@@ -147,7 +148,7 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     if like is None:
         return func(*args, **kwargs)
     if like.context.offsets_only:
-        return _on_offsets(func, args, kwargs, like.dtype)
+        return _offsets_only(func, like, args, kwargs)
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler(func, like, args, kwargs)
@@ -181,6 +182,27 @@ def _no_rule(func: OpOverload) -> NotImplementedError:
         f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
         f"halp.bitcenter.register_rule(torch.ops.{func})"
     )
+
+
+def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
+    """Run ``func`` at w̃, in a snapshot: on the offsets, with deltas of zero that cost nothing."""
+    dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
+    result = _on_offsets(func, args, kwargs, dtype)
+    if func._schema.is_mutable:
+        return args[0]
+
+    def center(offset: Any) -> Any:
+        if not isinstance(offset, Tensor) or not offset.dtype.is_floating_point:
+            return offset
+        delta = torch.zeros((), dtype=_delta_dtype(like, offset), device=offset.device)
+        return BitCenteredTensor(offset, delta.expand(offset.shape), like.context)
+
+    if isinstance(result, tuple | list):
+        return type(result)(map(center, result))
+    centered = center(result)
+    if func.is_view and is_traced(like.delta):
+        return return_and_correct_aliasing(func, args, kwargs, centered)
+    return centered
 
 
 def _on_offsets(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> Any:

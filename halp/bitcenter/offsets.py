@@ -70,8 +70,8 @@ class Context:
         precision: what deltas, and the copies of offsets that operations read, are rounded to.
         rounder: does the rounding.
         copies: the rounded copies of constants: network inputs, masks.
-        offsets_only: while true (in a snapshot), operations see offsets alone and return plain
-            tensors: the model is the plain model at w̃.
+        offsets_only: while true (in a snapshot), operations compute offsets alone and leave deltas
+            zero: the model is the plain model at w̃.
     """
 
     def __init__(self, precision: Precision) -> None:

@@ -46,14 +46,15 @@ class BitCenteredTensor(Tensor):
         dtype: torch.dtype | None = None,
     ) -> "BitCenteredTensor":
         """Wrap two plain tensors of one shape; ``dtype`` is that of an offset not yet computed."""
+        layout = delta
         if not isinstance(offset, Offset):
-            dtype = offset.dtype
+            dtype, layout = offset.dtype, offset
             offset = Offset(offset)
         self = Tensor._make_wrapper_subclass(
             cls,
             delta.shape,
-            strides=delta.stride(),
-            storage_offset=delta.storage_offset(),
+            strides=layout.stride(),
+            storage_offset=layout.storage_offset(),
             dtype=dtype,
             device=delta.device,
         )

@@ -140,9 +140,10 @@ class SnapshotSolver(Solver):
                     loss_sum += units * (loss.item() if isinstance(loss, Tensor) else float(loss))
                 for i, p in enumerate(parameters):
                     if p.grad is not None:
+                        gradient = self._gradient_at_snapshot(p)
                         if sums[i] is None:
-                            sums[i] = torch.zeros_like(p.grad, dtype=torch.float64)
-                        sums[i].add_(p.grad, alpha=units)  # type: ignore[union-attr]
+                            sums[i] = torch.zeros_like(gradient, dtype=torch.float64)
+                        sums[i].add_(gradient, alpha=units)  # type: ignore[union-attr]
         if total == 0:
             raise ValueError("snapshot() got an empty loader; it must yield every training batch")
         means = [None if s is None else s.div_(total) for s in sums]
@@ -160,6 +161,11 @@ class SnapshotSolver(Solver):
     def _recenter(self) -> None:
         """Make the current point the snapshot w̃."""
         raise NotImplementedError
+
+    def _gradient_at_snapshot(self, p: Tensor) -> Tensor:
+        """Return ∇f_b(w̃) as a plain tensor, after the closure has run at w̃."""
+        assert p.grad is not None
+        return p.grad
 
     @contextmanager
     def _at_snapshot(self) -> Iterator[None]:
