@@ -1,0 +1,248 @@
+"""The runner's command line, and the settings that it resolves to."""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn, TypeVar
+
+import torch
+
+from halp import formats
+from halp.rounding import ROUNDINGS
+from tables import DATASETS, MODELS, SOLVERS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+N = TypeVar("N", int, float)
+
+
+class UsageError(ValueError):
+    """A command line that cannot be carried out; the message is for the person who wrote it."""
+
+
+class Parser(argparse.ArgumentParser):
+    """Raises `UsageError` where argparse would print its whole usage and end the process."""
+
+    def error(self, message: str) -> NoReturn:
+        """Raise the message."""
+        raise UsageError(message)
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One run. A setting that the solver has no use for is None."""
+
+    dataset: str
+    model: str
+    solver: str
+    format: str | None
+    rounding: str | None
+    scale: str | float | None  # "none", "auto" or a number
+    T: int | None  # None with an outer loop: one epoch, known once the data is there
+    alpha: float
+    momentum: float
+    reg: float
+    batch_size: int
+    n_epochs: int
+    n_classes: int | None  # None: as many as the data set has
+    seed: int
+    shuffle: bool
+    limit_train: int | None
+    offset_dtype: str
+    on_site_compute: bool
+    cuda: bool
+    measure_every: int
+    data_dir: str
+    output: str | None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the high-precision work."""
+        return {"float32": torch.float32, "float64": torch.float64}[self.offset_dtype]
+
+    @property
+    def device(self) -> torch.device:
+        """Where the run happens."""
+        return torch.device("cuda" if self.cuda else "cpu")
+
+
+def parse(argv: Sequence[str] | None = None) -> Settings:
+    """Turn a command line into settings.
+
+    Raises:
+        UsageError: it cannot be carried out, whatever the data.
+    """
+    args = make_parser().parse_args(argv)
+    _refuse_resnet_flags(args)
+    _known("model", args.model, MODELS)
+    _known("dataset", args.dataset, DATASETS)
+    _known("solver", args.solver, SOLVERS)
+    solver = SOLVERS[args.solver]
+    if args.cuda and not torch.cuda.is_available():
+        raise UsageError(
+            "--cuda was given, but PyTorch finds no CUDA device: leave it out to run on the CPU"
+        )
+    return Settings(
+        dataset=args.dataset,
+        model=args.model,
+        solver=args.solver,
+        format=args.format if solver.rounds else None,
+        rounding=args.rounding if solver.rounds else None,
+        scale=(args.scale or solver.default_scale) if solver.rounds else None,
+        T=args.T if solver.outer_loop else None,
+        alpha=args.alpha,
+        momentum=args.momentum,
+        reg=args.reg,
+        batch_size=args.batch_size,
+        n_epochs=args.n_epochs,
+        n_classes=args.n_classes,
+        seed=args.seed,
+        shuffle=args.shuffle,
+        limit_train=args.limit_train,
+        offset_dtype=args.offset_dtype,
+        on_site_compute=solver.bit_centered,
+        cuda=args.cuda,
+        measure_every=args.measure_every,
+        data_dir=str(args.data_dir or os.environ.get("HALP_DATA") or REPOSITORY / "datasets"),
+        output=args.output,
+    )
+
+
+def make_parser() -> Parser:
+    """Make the parser of every flag."""
+    parser = Parser(
+        prog="run_models.py",
+        description="Train one model on one data set with one solver, and measure it every epoch.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    what = parser.add_argument_group("what to run")
+    what.add_argument("--dataset", default="digits", help=_any_of(DATASETS))
+    what.add_argument("--model", default="logreg", help=_any_of(MODELS))
+    what.add_argument("--solver", default="bc-svrg", help=_any_of(SOLVERS))
+    what.add_argument("-e", "--n-epochs", type=_count, default=10, help="epochs")
+    what.add_argument("-bs", "--batch-size", type=_count, default=32, help="minibatch size")
+    what.add_argument(
+        "-c", "--n-classes", type=_count, help="classes; by default as many as the data set has"
+    )
+    what.add_argument("-s", "--seed", type=_seed, default=0, help="of everything random")
+    what.add_argument("--shuffle", action="store_true", help="reorder the samples every epoch")
+    what.add_argument("--limit-train", type=_count, metavar="N", help="first N samples only")
+    what.add_argument("--cuda", action="store_true", help="run on the GPU")
+
+    steps = parser.add_argument_group("steps")
+    steps.add_argument("-a", "--alpha", type=_non_negative, default=0.1, help="learning rate")
+    steps.add_argument("-m", "--momentum", type=_non_negative, default=0.0, help="momentum")
+    steps.add_argument("--reg", type=_non_negative, default=0.0, help="L2 regularization λ")
+    steps.add_argument(
+        "-T",
+        "--T",
+        type=_count,
+        help="inner steps between full gradients, by default one epoch; "
+        "ignored by solvers without an outer loop",
+    )
+
+    arithmetic = parser.add_argument_group("arithmetic (format, rounding, scale: lp-* and bc-*)")
+    arithmetic.add_argument("--format", type=_format, default="fp16", help=_any_of(formats.names()))
+    arithmetic.add_argument("--rounding", type=_rounding, default="near", help=_any_of(ROUNDINGS))
+    arithmetic.add_argument(
+        "--scale", type=_scale, help="none, auto or a number; by default auto in bc-*, else none"
+    )
+    arithmetic.add_argument(
+        "--offset-dtype",
+        choices=("float32", "float64"),
+        default="float32",
+        help="dtype of the high-precision work",
+    )
+    arithmetic.add_argument(
+        "--on-site-compute",
+        action="store_true",
+        help="compute offsets where they are needed; bc-* solvers always do so for now",
+    )
+
+    files = parser.add_argument_group("files and measuring")
+    files.add_argument("--data-dir", help="by default $HALP_DATA, else the repository's datasets/")
+    files.add_argument("--output", metavar="DIR", help="write config.json and metrics.jsonl there")
+    files.add_argument(
+        "--measure-every", type=_count, default=1, metavar="N", help="measure every N epochs"
+    )
+
+    resnet = parser.add_argument_group("reserved for --model=resnet")
+    for flag in ("--resnet-save-ckpt", "--resnet-load-ckpt", "--resnet-fine-tune"):
+        resnet.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
+    for flag in ("--resnet-save-ckpt-path", "--resnet-load-ckpt-epoch-id"):
+        resnet.add_argument(flag, help=argparse.SUPPRESS)
+    return parser
+
+
+def _refuse_resnet_flags(args: argparse.Namespace) -> None:
+    for name, value in vars(args).items():
+        if name.startswith("resnet_") and value not in (None, False):
+            raise UsageError(
+                f"--{name.replace('_', '-')} belongs to --model=resnet, which is not available: "
+                f"choose {_any_of(MODELS)}, without it"
+            )
+
+
+def _known(flag: str, value: str, table: Mapping[str, object]) -> None:
+    if value not in table:
+        raise UsageError(f"--{flag}={value} is not available: choose {_any_of(table)}")
+
+
+def _any_of(names: Mapping[str, object] | Sequence[str]) -> str:
+    *others, last = names
+    return f"{', '.join(others)} or {last}" if others else last
+
+
+def _count(text: str) -> int:
+    value = _number(int, text, "a whole number of at least 1")
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
+    return value
+
+
+def _seed(text: str) -> int:
+    value = _number(int, text, "a whole number of at least 0")
+    if not 0 <= value < 2**31:
+        raise argparse.ArgumentTypeError(f"it must lie in 0 ... {2**31 - 1}, not {value}")
+    return value
+
+
+def _non_negative(text: str) -> float:
+    value = _number(float, text, "a number of at least 0")
+    if not (math.isfinite(value) and value >= 0):
+        raise argparse.ArgumentTypeError(f"it must be a finite number of at least 0, not {value}")
+    return value
+
+
+def _scale(text: str) -> str | float:
+    if text in ("none", "auto"):
+        return text
+    value = _number(float, text, "none, auto or a positive number")
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"it must be none, auto or positive, not {value}")
+    return value
+
+
+def _number(kind: Callable[[str], N], text: str, wanted: str) -> N:
+    try:
+        return kind(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {text!r}") from None
+
+
+def _format(text: str) -> str:
+    try:
+        return formats.get(text).name
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
+
+
+def _rounding(text: str) -> str:
+    if text not in ROUNDINGS:
+        raise argparse.ArgumentTypeError(f"unknown rounding {text!r}: choose {_any_of(ROUNDINGS)}")
+    return text
