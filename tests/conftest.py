@@ -1,0 +1,17 @@
+"""Fixtures shared by all tests."""
+
+import os
+from pathlib import Path
+
+import pytest
+
+
+@pytest.fixture(scope="session")
+def halp_data() -> Path:
+    """The folder with real data that $HALP_DATA names; without it the test skips."""
+    folder = os.environ.get("HALP_DATA")
+    if not folder:
+        pytest.skip("needs real data: $HALP_DATA is not set")
+    if not Path(folder).is_dir():
+        pytest.skip(f"needs real data: $HALP_DATA is {folder}, which is not a folder")
+    return Path(folder)

@@ -1,0 +1,88 @@
+"""Everything that the README tells a newcomer to type works."""
+
+import re
+import shlex
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import compare_runs
+import run_models
+from halp import formats
+from halp.rounding import ROUNDINGS
+from settings import make_parser, parse
+from tables import DATASETS, MODELS, SOLVERS
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+README = (REPOSITORY / "README.md").read_text()
+REDUCED = ["--n-epochs=1", "--limit-train=64"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+
+
+COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+
+
+def test_there_are_commands_and_an_example():
+    assert len(COMMANDS) >= 6
+    assert len(blocks("python")) == 1
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_works(command, tmp_path, request):
+    program, *arguments = shlex.split(command, comments=True)
+    match program, arguments:
+        case "make", [target]:
+            if shutil.which("make") is None:
+                pytest.skip("needs make")
+            subprocess.run(["make", "-n", target], cwd=REPOSITORY, check=True, capture_output=True)
+        case "pip", ["install", "-e", "."]:
+            assert (REPOSITORY / "pyproject.toml").is_file()
+        case "python", ["exp_script/run_models.py", *flags]:
+            if parse(flags).dataset == "mnist":
+                flags = [*flags, f"--data-dir={request.getfixturevalue('halp_data')}"]
+            assert run_models.main([*flags, *REDUCED]) == 0
+        case "python", ["exp_script/compare_runs.py", *flags]:
+            assert compare_runs.main([*flags, *REDUCED, f"--output={tmp_path}"]) == 0
+        case _:
+            pytest.fail(f"no test knows this command: {command}")
+
+
+def test_the_example_trains_a_model(tmp_path):
+    (example,) = blocks("python")
+    done = subprocess.run(
+        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
+    assert len(losses) == 5
+    assert losses[-1] < losses[0]
+    accuracy = re.search(r"test accuracy (\S+)%", done.stdout)
+    assert accuracy is not None and float(accuracy[1]) > 85
+
+
+def test_the_table_of_flags_is_that_of_the_parser():
+    options = {name for action in make_parser()._actions for name in action.option_strings}
+    known = {name for name in options if "resnet" not in name} - {"-h", "--help"}
+    table = re.search(r"^\| flag \|.*?\n\n", README, re.MULTILINE | re.DOTALL)
+    assert table is not None
+    first_column = [line.split("|")[1] for line in table[0].splitlines()[2:] if line]
+    documented = re.findall(r"`(-\S+?)`", " ".join(first_column))
+    assert sorted(documented) == sorted(known)
+
+
+@pytest.mark.parametrize(
+    "name", [*SOLVERS, *MODELS, *DATASETS, *formats.names(), *ROUNDINGS], ids=str
+)
+def test_everything_that_can_be_chosen_is_in_the_readme(name):
+    assert f"`{name}`" in README
+
+
+def test_files_that_it_refers_to_exist():
+    for target in re.findall(r"\]\(([^)#]+)\)", README):
+        assert (REPOSITORY / target).is_file(), target
