@@ -29,7 +29,8 @@ class Operand:
     """An operand as a rule sees it: a floating-point tensor, or anything bit-centered.
 
     Attributes:
-        delta: e, on the low-precision grid; None for a constant (a plain tensor), whose e is zero.
+        delta: e, on the low-precision grid; None for a constant (a plain tensor, or one whose e is
+            known to be zero).
         shape: the operand's shape.
     """
 
@@ -41,7 +42,7 @@ class Operand:
         self._dtype = dtype
         self.shape = tensor.shape
         self.delta: Any = None
-        if type(tensor) is BitCenteredTensor:
+        if type(tensor) is BitCenteredTensor and not tensor.is_constant:
             self.delta = tensor.delta
             if self.decides:  # a count, or a mask of zeros and ones
                 self.delta = tensor.delta.to(dtype) - tensor.offset.to(dtype)
@@ -49,14 +50,14 @@ class Operand:
     @property
     def offset(self) -> Tensor:
         """u: the offset, rounded to the format and stored in the delta's dtype."""
-        if self.delta is None:
+        if type(self._tensor) is not BitCenteredTensor:
             return self._context.copies.rounded(self._tensor, self._dtype)
         return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.low_offset
 
     @property
     def exact(self) -> Tensor:
         """u unrounded, in the offset's dtype: for rules that decide or that would cancel."""
-        if self.delta is None:
+        if type(self._tensor) is not BitCenteredTensor:
             return self._tensor
         return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.offset
 
@@ -97,9 +98,9 @@ def register_rule(*ops: OpOverload) -> Callable[[Callable], Callable]:
     have comparisons and indices of bit-centered tensors, with ``before`` and ``after`` besides;
     plain integer and boolean tensors stay as they are.
 
-    It returns the result's delta in a new tensor, computed wide: the dispatcher rounds it, and
-    computes the offset with the operation itself. For an operation with several results it returns
-    a tuple, with None for a result without a delta.
+    It is only called where some operand has a delta. It returns the result's delta in a new tensor,
+    computed wide: the dispatcher rounds it, and computes the offset with the operation itself. None
+    stands for a delta of zero. An operation with several results gets a tuple.
 
     Example:
         >>> @register_rule(torch.ops.aten.cosh.default)
@@ -235,15 +236,19 @@ def _handler_of(rule: Callable) -> Handler:
         def offset() -> Any:
             return _on_offsets(func, args, kwargs, dtype)
 
-        result = call(rule, args, kwargs, operand)
+        result = None if _all_constant(args) else call(rule, args, kwargs, operand)
+        if result is None:
+            constants = offset()
+            if isinstance(constants, tuple):
+                return tuple(_constant(part, like) for part in constants)
+            return _constant(constants, like)
         decision = None
         if type(result) is Decided:
             result, decision = result
         if isinstance(result, tuple):
-            offsets = offset()
             return tuple(
-                part if delta is None else wrap(part, delta, like)
-                for part, delta in zip(offsets, result, strict=True)
+                _constant(part, like) if delta is None else wrap(part, delta, like)
+                for part, delta in zip(offset(), result, strict=True)
             )
         in_backward = torch._C._current_autograd_node() is not None
         if in_backward and not is_traced(like.delta):
@@ -253,6 +258,20 @@ def _handler_of(rule: Callable) -> Handler:
         return wrapped
 
     return handler
+
+
+def _all_constant(args: Any) -> bool:
+    """Whether no bit-centered tensor among positional arguments has a delta to speak of."""
+    return all(
+        _all_constant(x) if type(x) is list else type(x) is not BitCenteredTensor or x.is_constant
+        for x in args
+    )
+
+
+def _constant(offset: Tensor, like: BitCenteredTensor) -> Tensor:
+    if not offset.dtype.is_floating_point:
+        return offset
+    return BitCenteredTensor.constant(offset, like.context, _delta_dtype(like, offset))
 
 
 def wrap(offset: Tensor, delta: Tensor, like: BitCenteredTensor) -> BitCenteredTensor:
@@ -327,19 +346,19 @@ def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 
 def assign(target: BitCenteredTensor, source: Tensor) -> None:
     """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
-    if type(source) is BitCenteredTensor:
-        offset, delta, decision = source.offset, source.delta, source.decision
-    else:
-        offset, delta, decision = source, None, None
     target.context.settle()
-    target.offset.copy_(offset)
+    if type(source) is BitCenteredTensor:
+        target.offset.copy_(source.offset)
+        if not (source.is_constant and target.is_constant):
+            target.delta.copy_(source.delta)
+        target.decision = source.decision
+        return
+    target.offset.copy_(source)
     if not target.dtype.is_floating_point:
-        target.delta.copy_(source if delta is None else delta)
-    elif delta is None:
+        target.delta.copy_(source)
+    elif not target.is_constant:
         target.delta.zero_()
-    else:
-        target.delta.copy_(delta)
-    target.decision = decision
+    target.decision = None
 
 
 BitCenteredTensor.dispatcher = staticmethod(dispatch)

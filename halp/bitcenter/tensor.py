@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halp.bitcenter.offsets import Context, Offset
+from halp.random_bits import is_traced
 
 
 class BitCenteredTensor(Tensor):
@@ -36,6 +37,8 @@ class BitCenteredTensor(Tensor):
     context: Context
     decision: Tensor | None
     _offset: Offset
+    #: A delta that is known to be zero as long as it has this version.
+    _constant: tuple[Tensor, int] | None
 
     @staticmethod
     def __new__(
@@ -62,7 +65,25 @@ class BitCenteredTensor(Tensor):
         self.delta = delta
         self.context = context
         self.decision = None
+        self._constant = None
         return self
+
+    @classmethod
+    def constant(
+        cls, offset: Tensor, context: Context, delta_dtype: torch.dtype | None = None
+    ) -> "BitCenteredTensor":
+        """Wrap a tensor whose delta is zero, and known to be until something writes to it."""
+        delta = torch.zeros_like(offset, dtype=delta_dtype)
+        self = cls(offset, delta, context)
+        if not is_traced(delta) and not delta.is_inference():
+            self._constant = (delta, delta._version)
+        return self
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether the delta is known to be zero, so that rules can skip it."""
+        known = self._constant
+        return known is not None and known[0] is self.delta and known[1] == self.delta._version
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 

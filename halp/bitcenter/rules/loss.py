@@ -87,11 +87,11 @@ def nll_loss_backward(
     reduction: int,
     ignore_index: int,
     total_weight: Any,
-) -> Tensor:
+) -> Tensor | None:
     """Linear in the gradient; of the log-probabilities only the shape is read."""
-    shape_only = torch.empty_like(x.exact, dtype=gradient.offset.dtype)
     if gradient.delta is None:
-        return torch.zeros_like(shape_only)
+        return None
+    shape_only = torch.empty_like(x.exact, dtype=gradient.delta.dtype)
     backward = aten.nll_loss_backward.default
     if len(x.shape) > 2:
         backward = aten.nll_loss2d_backward.default
@@ -139,7 +139,7 @@ def binary_cross_entropy_with_logits(
 
     ``δ log(1 + exp(−x)) = log1p(σ(−u)·expm1(−e))``.
     """
-    if x.delta is None or target.delta is not None:
+    if target.delta is not None:
         raise NotImplementedError("the target of a bit-centered binary cross-entropy is a constant")
     change = torch.log1p(torch.sigmoid(-x.exact) * torch.expm1(-x.delta))
     log_weight = 1 if pos_weight is None else 1 + (pos_weight.offset - 1) * target.offset

@@ -159,7 +159,7 @@ def create(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) ->
     if not offset.dtype.is_floating_point:
         return BitCenteredTensor(offset, offset.clone(), x.context)
     delta_dtype = x.delta.dtype if x.dtype.is_floating_point else offset.dtype
-    return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=delta_dtype), x.context)
+    return BitCenteredTensor.constant(offset, x.context, delta_dtype)
 
 
 @register_handler(aten.bernoulli_.float, aten.normal_.default, aten.uniform_.default)
@@ -175,7 +175,7 @@ def randomize(
 def bernoulli(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """The out-of-place form, which compiled code uses for dropout."""
     offset = func(x.offset, *args[1:], **kwargs)
-    return BitCenteredTensor(offset, torch.zeros_like(offset, dtype=x.delta.dtype), x.context)
+    return BitCenteredTensor.constant(offset, x.context, x.delta.dtype)
 
 
 @register_handler(aten._local_scalar_dense.default, aten.item.default)
