@@ -1,7 +1,8 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
+import threading
 from functools import cache
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 from torch._ops import OpOverload
@@ -11,12 +12,16 @@ from halp.calls import call
 from halp.formats import FloatFormat
 from halp.precision import Precision, RoundedCopies, Rounder, Scale, as_wide
 
-#: Arguments of normalizations that are state of the module and stay in high precision.
-_BUFFERS = frozenset({"running_mean", "running_var"})
+#: Arguments and results that are no values of a computation: a module's running statistics, and
+#: the number of samples that a loss is the mean over.
+_EXEMPT = frozenset({"running_mean", "running_var", "total_weight"})
 
 
 class Emulation(TorchDispatchMode):
     """The context manager that :func:`emulate` returns; ``rounder`` keeps the stream position."""
+
+    #: Whether this thread is inside an emulated operation, which outer blocks must leave alone.
+    _inside = threading.local()
 
     def __init__(self, rounder: Rounder) -> None:
         super().__init__()
@@ -27,17 +32,28 @@ class Emulation(TorchDispatchMode):
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty")):
+        skips = func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
+        if skips or getattr(self._inside, "operation", False):
             return func(*args, **kwargs)
         for t in types:
             if hasattr(t, "__tensor_flatten__"):
-                raise TypeError(
+                raise RuntimeError(
                     f"emulate() rounds plain models; a {t.__name__} among the operands of {func} "
                     "does its own arithmetic: leave the emulate block, or halp.to_plain(model)"
                 )
-        buffers, written = _roles(func)
-        targets = _tensors_in(_pick(written, func, args, kwargs))
-        exempt = {id(x) for x in targets + _tensors_in(_pick(buffers, func, args, kwargs))}
+        self._inside.operation = True
+        try:
+            return self._run(func, args, kwargs)
+        finally:
+            self._inside.operation = False
+
+    def _run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
+        roles = _roles(func)
+        written = _tensors_in(_pick(roles.written, func, args, kwargs))
+        exempt = {id(x) for x in _tensors_in(_pick(roles.exempt, func, args, kwargs))}
+        for x in written:
+            self._round_in_place(x)
+        exempt |= {id(x) for x in written}
 
         def enter(x: Tensor) -> Tensor:
             if not x.dtype.is_floating_point or id(x) in exempt:
@@ -45,31 +61,31 @@ class Emulation(TorchDispatchMode):
             return self._copies.rounded(x, x.dtype)
 
         result = call(func, args, kwargs, enter)
-        if written:
-            for target in targets:
-                self._round_in_place(target)
-            return result
-        if isinstance(result, Tensor):
-            return self._round(result)
-        if isinstance(result, tuple | list):
-            return type(result)(self._round(r) if isinstance(r, Tensor) else r for r in result)
-        return result
+        for x in written:
+            self._round_in_place(x)
+        if isinstance(result, tuple):
+            parts = zip(result, roles.exempt_results, strict=True)
+            return tuple(r if keep else self._leave(r, exempt) for r, keep in parts)
+        if isinstance(result, list):
+            return [self._leave(r, exempt) for r in result]
+        return self._leave(result, exempt)
 
     def __exit__(self, *exception: Any) -> None:
         self._copies.forget()  # also lets parameters be swapped, which weak references would forbid
         super().__exit__(*exception)
 
-    def _round(self, x: Tensor) -> Tensor:
-        if not x.dtype.is_floating_point:
+    def _leave(self, x: Any, exempt: set[int]) -> Any:
+        """Return a result, rounded."""
+        if not isinstance(x, Tensor) or not x.dtype.is_floating_point or id(x) in exempt:
             return x
         result = self.rounder(as_wide(x)).to(x.dtype)
-        self._copies.remember(result, result)
+        self._copies.remember(result)
         return result
 
     def _round_in_place(self, x: Tensor) -> None:
+        self._copies.forget(x)
         if x.dtype.is_floating_point:
             x.copy_(self.rounder(as_wide(x)))
-            self._copies.remember(x, x)
 
 
 def emulate(
@@ -95,7 +111,7 @@ def emulate(
 
     Raises:
         ValueError: an unknown format or rounding, or a scale that is not positive.
-        TypeError: inside the block, an operation on a bit-centered tensor.
+        RuntimeError: inside the block, an operation on a bit-centered tensor.
 
     Example:
         >>> with halp.emulate("fp16"):
@@ -105,13 +121,21 @@ def emulate(
     return Emulation(Rounder(Precision(format, rounding, scale, seed=seed)))  # type: ignore[arg-type]
 
 
+class _Roles(NamedTuple):
+    """Names of an operation's arguments that are exempt or written to; which results are exempt."""
+
+    exempt: frozenset[str]
+    written: frozenset[str]
+    exempt_results: tuple[bool, ...]
+
+
 @cache
-def _roles(func: OpOverload) -> tuple[frozenset[str], frozenset[str]]:
-    """Return the names of arguments that are buffers, and of the others that are written to."""
+def _roles(func: OpOverload) -> _Roles:
     arguments = func._schema.arguments
-    buffers = frozenset(a.name for a in arguments if a.name in _BUFFERS)
+    exempt = frozenset(a.name for a in arguments if a.name in _EXEMPT)
     written = frozenset(a.name for a in arguments if a.alias_info and a.alias_info.is_write)
-    return buffers, written - buffers
+    results = tuple(r.name in _EXEMPT for r in func._schema.returns)
+    return _Roles(exempt, written - exempt, results)
 
 
 def _pick(names: frozenset[str], func: OpOverload, args: tuple, kwargs: dict) -> list:

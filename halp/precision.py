@@ -1,11 +1,11 @@
 """What a low-precision computation rounds to, and the sequence of its roundings."""
 
-import weakref
 from dataclasses import dataclass
 from typing import TypeAlias
 
 import torch
 from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from halp import formats
 from halp.formats import FloatFormat
@@ -78,54 +78,70 @@ class Rounder:
         return round_to_format(x, precision.format, precision.scale, precision.overflow, key)
 
 
+class _Memory:
+    """What is known of the tensors in one piece of memory, by place, size and dtypes."""
+
+    __slots__ = ("copies", "storage")
+
+    def __init__(self, storage: StorageWeakRef) -> None:
+        self.storage = storage
+        #: A version of the memory, and the copy; None where the values lie on the grid themselves.
+        self.copies: dict[tuple, tuple[tuple[int, int], Tensor | None]] = {}
+
+
 class RoundedCopies:
-    """Rounded copies of plain tensors, each remembered while its tensor lives unchanged.
+    """Rounded copies of plain tensors, each remembered while its memory lives unchanged.
 
     A step reads its inputs and parameters several times, also transposed: what is remembered is
-    the memory they occupy.
+    the memory that they occupy. Each is rounded once, then, also where rounding is random.
     """
 
     def __init__(self, rounder: Rounder) -> None:
         self._rounder = rounder
-        self._known: dict[tuple, tuple[weakref.ref[Tensor], tuple[int, int], Tensor]] = {}
+        self._memories: dict[int, _Memory] = {}
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return floating-point ``x`` on the grid, stored in ``dtype``."""
         if is_traced(x) or x.is_inference():
             return self._round(x, dtype)
-        if not x.is_contiguous():
-            if x.dim() == 2 and x.t().is_contiguous():
-                return self.rounded(x.t(), dtype).t()
-            return self._round(x, dtype)
-        known = self._known.get((x.data_ptr(), x.numel(), x.dtype, dtype))
-        if known is not None and known[0]() is not None and known[1] == self._version(x):
-            return known[2].view(x.shape)
-        copy = self._round(x, dtype)
-        self.remember(x, copy)
-        return copy
+        if x.is_contiguous():
+            return self._rounded(x, x, dtype)
+        if x.dim() == 2 and x.t().is_contiguous():
+            return self._rounded(x.t(), x, dtype).t()
+        return self._round(x, dtype)
 
-    def remember(self, x: Tensor, copy: Tensor) -> None:
-        """Note that the contiguous tensor ``x`` rounds to ``copy``, or to itself."""
-        if is_traced(x) or x.is_inference() or not x.is_contiguous():
-            return
-        key = (x.data_ptr(), x.numel(), x.dtype, copy.dtype)
-        owner = weakref.ref(self)
+    def _rounded(self, x: Tensor, versioned: Tensor, dtype: torch.dtype) -> Tensor:
+        version = (versioned._version, self._rounder.generation)
+        copies = self._memory(x).copies
+        key = (x.storage_offset(), x.numel(), x.dtype, dtype)
+        known_version, copy = copies.get(key, (None, None))
+        if known_version != version:
+            copy = self._round(x, dtype)
+            copies[key] = (version, copy)
+        return x if copy is None else copy.view(x.shape)
 
-        def forget(_: object) -> None:
-            copies = owner()
-            if copies is not None:
-                copies._known.pop(key, None)
+    def remember(self, x: Tensor) -> None:
+        """Note that ``x`` lies on the grid already."""
+        if not (is_traced(x) or x.is_inference()) and x.is_contiguous():
+            key = (x.storage_offset(), x.numel(), x.dtype, x.dtype)
+            self._memory(x).copies[key] = ((x._version, self._rounder.generation), None)
 
-        # A detached alias: remembering a result must not keep the tensor itself alive.
-        copy = copy.detach() if copy is x else copy
-        self._known[key] = (weakref.ref(x, forget), self._version(x), copy)
+    def forget(self, x: Tensor | None = None) -> None:
+        """Forget what shares memory with ``x``, which was written to; or everything."""
+        if x is None:
+            self._memories.clear()
+        else:
+            self._memories.pop(x.untyped_storage()._cdata, None)
 
-    def forget(self) -> None:
-        """Forget every copy."""
-        self._known.clear()
-
-    def _version(self, x: Tensor) -> tuple[int, int]:
-        return x._version, self._rounder.generation
+    def _memory(self, x: Tensor) -> _Memory:
+        storage = x.untyped_storage()
+        memory = self._memories.get(storage._cdata)
+        if memory is None or memory.storage.expired():
+            if len(self._memories) >= 256:
+                alive = {k: m for k, m in self._memories.items() if not m.storage.expired()}
+                self._memories = alive
+            memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
+        return memory
 
     def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         return self._rounder(as_wide(x)).to(dtype)

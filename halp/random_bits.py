@@ -1,13 +1,13 @@
 """Counter-based random bits: a hash of (seed, counters, element index), never a running state.
 
 The same seed and counters give the same bits on every call, eager or compiled, on every device and
-after a resume. The mixing function is ``lowbias32`` (C. Wellons, "Prospecting for Hash Functions",
-2018): exhaustively tested, two multiplications. The second key word enters between them, so that
-two streams are not each other's permutation.
+a resume. The mixing function is ``triple32`` (C. Wellons, "Prospecting for Hash Functions", 2018),
+of three multiplications: with two, bits of small counters are visibly correlated. The second key
+word enters after the first, so that two streams are not each other's permutation.
 """
 
 from functools import cache
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -18,16 +18,16 @@ Word: TypeAlias = int | Tensor
 Key: TypeAlias = tuple[Word, Word]
 
 _WORD = 0xFFFFFFFF
-_MULTIPLIERS = (0x7FEB352D, 0x846CA68B)
+#: Each round xors the word with itself shifted right, then multiplies; a last shift ends the mix.
+_ROUNDS = ((17, 0xED5AD4BB), (11, 0xAC4C1B51), (15, 0x31848BAB))
+_LAST_SHIFT = 14
 
 
 def _mix(word: Word) -> Word:
-    """Bijectively scramble a 32-bit word (``lowbias32``)."""
-    word = word ^ (word >> 16)
-    word = (word * _MULTIPLIERS[0]) & _WORD
-    word = word ^ (word >> 15)
-    word = (word * _MULTIPLIERS[1]) & _WORD
-    return word ^ (word >> 16)
+    """Bijectively scramble a 32-bit word (``triple32``)."""
+    for shift, multiplier in _ROUNDS:
+        word = ((word ^ (word >> shift)) * multiplier) & _WORD
+    return word ^ (word >> _LAST_SHIFT)
 
 
 def stream_key(seed: int | Tensor, *counters: int | Tensor) -> Key:
@@ -65,8 +65,9 @@ def shared_constants(
     return tuple(torch.tensor(value, dtype=dtype, device=device) for value in values)
 
 
-#: Shift, mask of what an arithmetic right shift must not smear, multiplier: twice, then once more.
-_HASH_NUMBERS = (16, 0xFFFF, 0x7FEB352D, 15, 0x1FFFF, 0x846CA68B - (1 << 32))
+#: Per round: the shift, the mask of what an arithmetic shift must not smear, the multiplier.
+_ROUND_NUMBERS = tuple((k, _WORD >> k, m - (m >> 31 << 32)) for k, m in _ROUNDS)
+_LAST_NUMBERS = (_LAST_SHIFT, _WORD >> _LAST_SHIFT)
 
 
 def random_bits(x: Tensor, key: Key) -> Tensor:
@@ -74,17 +75,20 @@ def random_bits(x: Tensor, key: Key) -> Tensor:
 
     The element's row-major index is what is hashed: strides do not matter.
     """
-    numbers: tuple = _HASH_NUMBERS
-    if not is_traced(x):
-        numbers = shared_constants(_HASH_NUMBERS, torch.int32, x.device)
-    half, half_mask, multiplier, odd_half, odd_half_mask, other_multiplier = numbers
+
+    def numbers(values: tuple[int, ...]) -> tuple[Any, ...]:
+        return values if traced else shared_constants(values, torch.int32, x.device)
+
+    traced = is_traced(x)
     first, second = (_as_int32(word) for word in key)
     bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
     bits ^= first
-    bits ^= (bits >> half) & half_mask
-    bits *= multiplier
-    bits ^= second
-    bits ^= (bits >> odd_half) & odd_half_mask
-    bits *= other_multiplier
-    bits ^= (bits >> half) & half_mask
+    for index, values in enumerate(_ROUND_NUMBERS):
+        shift, mask, multiplier = numbers(values)
+        bits ^= (bits >> shift) & mask
+        bits *= multiplier
+        if index == 0:
+            bits ^= second
+    shift, mask = numbers(_LAST_NUMBERS)
+    bits ^= (bits >> shift) & mask
     return bits.view(x.shape)

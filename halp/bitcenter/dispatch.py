@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.offsets import Context
-from halp.bitcenter.tensor import BitCenteredTensor
+from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
 from halp.calls import call
 from halp.random_bits import is_traced
 
@@ -186,17 +186,15 @@ def _no_rule(func: OpOverload) -> NotImplementedError:
 
 
 def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
-    """Run ``func`` at w̃, in a snapshot: on the offsets, with deltas of zero that cost nothing."""
+    """Run ``func`` at w̃, in a snapshot: on the offsets, with deltas of zero."""
     dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
-    result = _on_offsets(func, args, kwargs, dtype)
+    with writes_counted():
+        result = _on_offsets(func, args, kwargs, dtype)
     if func._schema.is_mutable:
         return args[0]
 
     def center(offset: Any) -> Any:
-        if not isinstance(offset, Tensor) or not offset.dtype.is_floating_point:
-            return offset
-        delta = torch.zeros((), dtype=_delta_dtype(like, offset), device=offset.device)
-        return BitCenteredTensor(offset, delta.expand(offset.shape), like.context)
+        return _constant(offset, like) if isinstance(offset, Tensor) else offset
 
     if isinstance(result, tuple | list):
         return type(result)(map(center, result))
@@ -347,6 +345,11 @@ def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
 def assign(target: BitCenteredTensor, source: Tensor) -> None:
     """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
     target.context.settle()
+    with writes_counted():
+        _assign(target, source)
+
+
+def _assign(target: BitCenteredTensor, source: Tensor) -> None:
     if type(source) is BitCenteredTensor:
         target.offset.copy_(source.offset)
         if not (source.is_constant and target.is_constant):

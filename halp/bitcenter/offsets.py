@@ -91,6 +91,11 @@ class Context:
     def __repr__(self) -> str:
         return f"Context({self.precision})"
 
+    def new_step(self) -> None:
+        """Start a training step: nothing it draws may depend on what earlier ones remembered."""
+        self.rounder.new_step()
+        self.copies.forget()
+
     def defer(self, compute: Callable[[], Tensor]) -> Offset:
         """Return an offset that is computed when first read."""
         offset = Offset(None, compute)

@@ -11,6 +11,15 @@ from halp.bitcenter.offsets import Context, Offset
 from halp.random_bits import is_traced
 
 
+def writes_counted() -> Any:
+    """Return a context in which views and writes share and raise their tensors' version counters.
+
+    PyTorch leaves versions alone inside ``__torch_dispatch__``; what is remembered of an offset, a
+    constant or a center rests on them.
+    """
+    return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
+
+
 class BitCenteredTensor(Tensor):
     """``offset + delta``, of which every operation computes both parts.
 

@@ -100,7 +100,7 @@ class Solver(Optimizer):
         return value(loss) if isinstance(loss, Tensor) else loss
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters of a group that have a gradient, and those gradients."""
+        """Return the parameters of a group that have a gradient, and what they move along."""
         parameters, gradients = [], []
         for p in group["params"]:
             gradient = self._gradient(p, group)
@@ -243,21 +243,28 @@ class LowPrecision(Solver):
         """Return what rounds the iterate and its momentum buffer."""
         raise NotImplementedError
 
+    def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
+        parameters, gradients = super()._gradients(group)
+        if group["maximize"]:
+            gradients = [-gradient for gradient in gradients]
+        decay = group["weight_decay"]
+        if decay != 0:
+            iterates = map(self._iterate, parameters)
+            gradients = [g.add(w, alpha=decay) for g, w in zip(gradients, iterates, strict=True)]
+        return parameters, gradients
+
     def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
     ) -> None:
-        momentum, decay, lr = group["momentum"], group["weight_decay"], float(group["lr"])
+        momentum, lr = group["momentum"], float(group["lr"])
         for p, gradient in zip(parameters, gradients, strict=True):
-            iterate, rounder = self._iterate(p), self._rounder(p)
-            direction = -gradient if group["maximize"] else gradient
-            if decay != 0:
-                direction = direction.add(iterate, alpha=decay)
+            iterate, rounder, direction = self._iterate(p), self._rounder(p), gradient
             if momentum != 0:
-                buffer = direction
+                buffer = gradient
                 if "momentum_buffer" in self.state[p]:
-                    buffer = direction.add(self.state[p]["momentum_buffer"], alpha=momentum)
+                    buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
                 self.state[p]["momentum_buffer"] = rounder(buffer)
-                direction = direction.add(buffer, alpha=momentum) if group["nesterov"] else buffer
+                direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
             iterate.copy_(rounder(iterate.sub(direction, alpha=lr)))
 
 

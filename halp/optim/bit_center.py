@@ -38,6 +38,18 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     def _note_centers(self) -> None:
         self._centers = [(p.offset, p.offset._version) for p in self._parameters()]  # type: ignore[attr-defined]
 
+    def __getstate__(self) -> dict[str, Any]:
+        return {**super().__getstate__(), "_centers": self._is_centered()}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        centered = state.get(
+            "_centers"
+        )  # of a copy: its tensors are new, and so are their versions
+        self._centers = []
+        if centered:
+            self._note_centers()
+
     def _contexts(self) -> list[Context]:
         return list({id(p.context): p.context for p in self._parameters()}.values())  # type: ignore[attr-defined]
 
@@ -66,7 +78,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
 
     def _evaluate(self, closure: Closure | None) -> Any:
         for context in self._contexts():
-            context.rounder.new_step()
+            context.new_step()
         return super()._evaluate(closure)
 
     def _iterate(self, p: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, RandomSampler, WeightedRandomSampler
+from torch.utils.data import DataLoader, IterableDataset, RandomSampler, WeightedRandomSampler
 
 
 def check_visits_each_sample_once(loader: Any) -> None:
@@ -34,6 +34,11 @@ def check_visits_each_sample_once(loader: Any) -> None:
             f"{sampler.num_samples} of {len(sampler.data_source)} samples; pass a second "
             "DataLoader without num_samples"
         )
+    if isinstance(loader.dataset, IterableDataset) and loader.drop_last:
+        raise ValueError(
+            "snapshot() needs a loader that visits each sample once, but drop_last=True may drop "
+            "the end of its stream; pass a second DataLoader with drop_last=False"
+        )
     if _drops_samples(loader, sampler):
         raise ValueError(
             f"snapshot() needs a loader that visits each sample once, but drop_last=True drops the "
@@ -50,14 +55,22 @@ def check_visits_each_sample_once(loader: Any) -> None:
 
 def _drops_samples(loader: DataLoader, sampler: Any) -> bool:
     batches = loader.batch_sampler
-    if batches is None or not getattr(batches, "drop_last", False):
+    if (
+        isinstance(loader.dataset, IterableDataset)
+        or batches is None
+        or not getattr(batches, "drop_last", False)
+    ):
         return False
     return len(sampler) % batches.batch_size != 0  # type: ignore[attr-defined]
 
 
 def _is_in_the_middle(loader: DataLoader) -> bool:
     iterator = getattr(loader, "_iterator", None)  # kept only with persistent workers
-    return iterator is not None and 0 < iterator._num_yielded < len(loader)
+    if iterator is None or iterator._num_yielded == 0:
+        return False
+    if isinstance(loader.dataset, IterableDataset):  # its end shows in the workers having stopped
+        return any(iterator._workers_status)
+    return iterator._num_yielded < len(loader)
 
 
 def run_on_batch(closure: Callable[..., Any], batch: Any) -> Any:

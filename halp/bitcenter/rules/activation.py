@@ -17,18 +17,21 @@ _NODES, _WEIGHTS = (values.tolist() for values in numpy.polynomial.legendre.legg
 
 
 def smooth(
-    f: Callable[[Tensor], Tensor], derivative: Callable[[Tensor], Tensor], x: Operand
+    f: Callable[[Tensor], Tensor],
+    derivative: Callable[[Tensor], Tensor],
+    x: Operand,
+    radius: Tensor | float = 0.5,
 ) -> Tensor:
-    """Delta of any smooth pointwise function: ``e·Σᵢ wᵢ f′(u + xᵢ·e)`` for ``|e| ≤ 1``.
+    """Delta of any smooth pointwise function: ``e·Σᵢ wᵢ f′(u + xᵢ·e)`` for ``|e| ≤ radius``.
 
-    That is ``∫ f′`` from u to u + e (derived: fundamental theorem of calculus, Gauss–Legendre).
-    Beyond ``|e| = 1`` nothing cancels and ``f(u + e) − f(u)`` is used.
+    That is ``∫ f′`` from u to u + e (derived: fundamental theorem of calculus, Gauss–Legendre). At
+    twice the radius, f must still be smooth. Beyond it little cancels in ``f(u + e) − f(u)``.
     """
     u, e = x.offset, x.delta
     mean_slope = torch.zeros_like(u)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
         mean_slope += weight / 2 * derivative(u + (node + 1) / 2 * e)
-    return torch.where(e.abs() <= 1, e * mean_slope, f(u + e) - f(u))
+    return torch.where(e.abs() <= radius, e * mean_slope, f(u + e) - f(u))
 
 
 def times_smooth(
@@ -36,11 +39,12 @@ def times_smooth(
     f: Callable[[Tensor], Tensor],
     derivative: Callable[[Tensor], Tensor],
     x: Operand,
+    radius: Tensor | float = 0.5,
 ) -> Tensor:
     """``δ(g·f(x)) = e_g·(f(u) + δf) + u_g·δf``: backward of an activation whose slope is f."""
     if x.delta is None:
         return gradient.delta * f(x.offset)
-    change = smooth(f, derivative, x)
+    change = smooth(f, derivative, x, radius)
     if gradient.delta is None:
         return gradient.offset * change
     return gradient.delta * (f(x.offset) + change) + gradient.offset * change
@@ -239,23 +243,39 @@ def silu_backward(gradient: Operand, x: Operand) -> Tensor:
 
 @register_rule(aten.softplus.default)
 def softplus(x: Operand, beta: float = 1, threshold: float = 20) -> Tensor:
-    """``log(1 + exp(βx))/β``, by :func:`smooth`; its slope is σ(βx)."""
+    """``log(1 + exp(βx))/β``, by :func:`smooth`; x itself where βx is beyond the threshold."""
     return smooth(
         lambda u: torch.nn.functional.softplus(u, beta, threshold),
-        lambda u: torch.sigmoid(beta * u),
+        lambda u: _softplus_slope(u, beta, threshold),
         x,
+        _softplus_radius(x, beta, threshold),
     )
 
 
 @register_rule(aten.softplus_backward.default)
 def softplus_backward(gradient: Operand, x: Operand, beta: float, threshold: float) -> Tensor:
-    """``g·σ(βx)``."""
+    """``g·σ(βx)``, or g beyond the threshold."""
     return times_smooth(
         gradient,
-        lambda u: torch.sigmoid(beta * u),
-        lambda u: beta * torch.sigmoid(beta * u) * torch.sigmoid(-beta * u),
+        lambda u: _softplus_slope(u, beta, threshold),
+        lambda u: torch.where(
+            beta * u > threshold, 0, beta * torch.sigmoid(beta * u) * torch.sigmoid(-beta * u)
+        ),
         x,
+        _softplus_radius(x, beta, threshold),
     )
+
+
+def _softplus_slope(u: Tensor, beta: float, threshold: float) -> Tensor:
+    return torch.where(beta * u > threshold, 1, torch.sigmoid(beta * u))
+
+
+def _softplus_radius(x: Operand, beta: float, threshold: float) -> Tensor | float:
+    """Return half of the function's length scale; −1 across the threshold, where it jumps."""
+    if x.delta is None:
+        return 0.0
+    before, after = beta * x.offset > threshold, beta * (x.offset + x.delta) > threshold
+    return torch.where(before == after, 0.5 / abs(beta), -1.0)
 
 
 @register_rule(aten.erf.default)
@@ -278,9 +298,12 @@ def cos(x: Operand) -> Tensor:
 
 @register_rule(aten.pow.Tensor_Scalar)
 def power(x: Operand, exponent: float) -> Any:
-    """``x²`` by its own formula; other powers by :func:`smooth`."""
+    """``x²`` by its own formula; other powers by :func:`smooth`, away from 0."""
     if exponent == 2:
         return x.delta * (2 * x.offset + x.delta)
     return smooth(
-        lambda u: torch.pow(u, exponent), lambda u: exponent * torch.pow(u, exponent - 1), x
+        lambda u: torch.pow(u, exponent),
+        lambda u: exponent * torch.pow(u, exponent - 1),
+        x,
+        radius=x.offset.abs() / 4,
     )

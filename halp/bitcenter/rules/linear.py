@@ -102,6 +102,22 @@ def stack(parts: list[Operand], dim: int = 0) -> Tensor:
     return torch.stack([delta_of(part) for part in parts], dim)
 
 
+@register_rule(aten.constant_pad_nd.default)
+def pad(x: Operand, widths: list[int], value: float = 0) -> Tensor:
+    """The deltas padded with zeros, whatever the value."""
+    return aten.constant_pad_nd(x.delta, widths, 0)
+
+
+@register_rule(aten.scatter.value)
+def scatter_value(x: Operand, dim: int, index: Any, value: float) -> Tensor:
+    """Zero where the value goes; where only one of offset and full value puts it, a jump."""
+    if not isinstance(index, Operand):
+        return x.delta.scatter(dim, index, 0)
+    u = x.exact
+    jump = u.scatter(dim, index.after, value) - u.scatter(dim, index.before, value)
+    return delta_of(x).scatter(dim, index.after, 0) + jump
+
+
 for _op in (
     aten.neg.default,
     aten.sum.default,
@@ -109,7 +125,6 @@ for _op in (
     aten.mean.default,
     aten.mean.dim,
     aten.cumsum.default,
-    aten.constant_pad_nd.default,
     aten.flip.default,
     aten.roll.default,
     aten.repeat.default,

@@ -14,40 +14,39 @@ _MEAN, _SUM = 1, 2
 
 @register_rule(aten._log_softmax.default)
 def log_softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
-    """Per row, r = argmax p: ``e′ − log1p(Σ p_k·expm1(e′_k))`` with ``e′ = e − e_r``.
+    """Per row: ``e′ − log1p(Σ p_k·expm1(e′_k))`` with ``e′ = e − e_r``, r the likeliest class.
 
-    p is the softmax of the unrounded offset. Without r, the rows of a confident model cancel.
+    p is the softmax of the unrounded offset, r taken with the deltas: without it, the rows of a
+    confident model cancel. Where the sum is not small, ``log Σ p_k·exp(e′_k)`` does not cancel.
     """
-    shifted, change = _softmax_change(torch.softmax(x.exact, dim), x.delta, dim)
-    return shifted - change
+    log_probability = torch.log_softmax(x.exact, dim)
+    likeliest = (log_probability + x.delta).argmax(dim, keepdim=True)
+    shifted = x.delta - x.delta.gather(dim, likeliest)
+    gain = (log_probability.exp() * torch.expm1(shifted)).sum(dim, keepdim=True)
+    large = torch.logsumexp(log_probability + shifted, dim, keepdim=True)
+    return shifted - torch.where(gain.abs() <= 0.5, torch.log1p(gain), large)
 
 
 @register_rule(aten._softmax.default)
 def softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
     """``p_j·expm1(δ log p_j)``."""
-    probability = torch.softmax(x.exact, dim)
-    shifted, change = _softmax_change(probability, x.delta, dim)
-    return probability * torch.expm1(shifted - change)
+    return _exp_change(torch.log_softmax(x.exact, dim), log_softmax(x, dim, half_to_float))
 
 
-def _softmax_change(probability: Tensor, e: Tensor, dim: int) -> tuple[Tensor, Tensor]:
-    """Return e′ and what the log of the normalizing sum gains."""
-    likeliest = probability.argmax(dim, keepdim=True)
-    shifted = e - e.gather(dim, likeliest)
-    change = torch.log1p((probability * torch.expm1(shifted)).sum(dim, keepdim=True))
-    return shifted, change
+def _exp_change(u: Tensor, e: Tensor) -> Tensor:
+    """``exp(u + e) − exp(u) = exp(u)·expm1(e)``, as a difference where ``expm1`` might overflow."""
+    return torch.where(e <= 1, torch.exp(u) * torch.expm1(e), torch.exp(u + e) - torch.exp(u))
 
 
 @register_rule(aten._log_softmax_backward_data.default)
 def log_softmax_backward(gradient: Operand, y: Operand, dim: int, input_dtype: Any) -> Tensor:
     """``δ(g − p·Σg) = e_g − p·Σe_g − δp·Σ(u_g + e_g)``, p = exp(y_o), ``δp = p·expm1(y_d)``."""
-    probability = torch.exp(y.exact)
-    sum_after = _full(gradient).sum(dim, keepdim=True)
-    delta = torch.zeros_like(probability)
+    delta = torch.zeros_like(y.exact)
     if y.delta is not None:
-        delta = delta - probability * torch.expm1(y.delta) * sum_after
+        delta = -_exp_change(y.exact, y.delta) * _full(gradient).sum(dim, keepdim=True)
     if gradient.delta is not None:
-        delta = delta + gradient.delta - probability * gradient.delta.sum(dim, keepdim=True)
+        sum_of_deltas = gradient.delta.sum(dim, keepdim=True)
+        delta = delta + gradient.delta - torch.exp(y.exact) * sum_of_deltas
     return delta
 
 

@@ -1,5 +1,6 @@
 """Views and copies: the same operation on both parts, which never rounds."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.dispatch import assign, register_handler
 from halp.bitcenter.offsets import Offset
-from halp.bitcenter.tensor import BitCenteredTensor
+from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
 from halp.calls import call
 from halp.random_bits import is_traced
 
@@ -46,6 +47,13 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
         result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
         result.decision = x.decision if func is aten.detach.default else None
         return return_and_correct_aliasing(func, args, kwargs, result)
+    with writes_counted():
+        return _alias(func, x, see)
+
+
+def _alias(
+    func: OpOverload, x: BitCenteredTensor, see: Callable[[Tensor], Tensor]
+) -> BitCenteredTensor:
     if func is aten.detach.default or func is aten.alias.default:
         result = BitCenteredTensor(x._offset, see(x.delta), x.context, x.dtype)
         result.decision = x.decision
@@ -65,9 +73,10 @@ def views(
     func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
 ) -> list[BitCenteredTensor]:
     """Several views at once."""
-    parts = zip(
-        func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs), strict=True
-    )
+    with writes_counted():
+        offsets = func(x.offset, *args[1:], **kwargs)
+        deltas = func(x.delta, *args[1:], **kwargs)
+    parts = zip(offsets, deltas, strict=True)
     return [BitCenteredTensor(offset, delta, x.context) for offset, delta in parts]
 
 
