@@ -51,7 +51,9 @@ def _as_int32(word: Word) -> Word:
 
 def is_traced(x: Tensor) -> bool:
     """Whether ``x`` stands for a tensor that a compiler is tracing."""
-    return torch.compiler.is_compiling() or type(x) not in (Tensor, torch.nn.Parameter)
+    if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
+        return True
+    return torch.compiler.is_dynamo_compiling()
 
 
 @cache

@@ -60,7 +60,7 @@ class _Constants(NamedTuple):
     exponent_mask: int | Tensor
     #: binade · magic has exactly the format's spacing as its own unit in the last place.
     magic: float | Tensor
-    #: The format's spacing in the binade of 1.
+    #: From the power of two in binade · magic to the format's spacing.
     spacing: float | Tensor
     #: How many low bits of the carrier's fraction the format lacks; 0: it holds every value.
     dropped_bits: int
@@ -87,7 +87,7 @@ def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | N
     dropped = max(carrier.fraction_bits - format.fraction_bits, 0)
     mask: int | Tensor = carrier.exponent_mask
     magic: float | Tensor = 1.5 * 2.0**dropped
-    spacing: float | Tensor = 2.0**-format.fraction_bits
+    spacing: float | Tensor = 2.0 ** -(format.fraction_bits + dropped)
     if device is not None:
         (mask,) = shared_constants((mask,), carrier.integer, device)
         magic, spacing = shared_constants((magic, spacing), dtype, device)
@@ -264,11 +264,11 @@ def _round(x: Tensor, c: _Constants, smallest_normal: float | Tensor, key: Key |
         binade = torch.maximum(binade, smallest_normal).clamp_(max=c.largest_binade)
     else:
         binade = binade.clamp_(smallest_normal, c.largest_binade)
-    magic = binade * c.magic
-    nearest = (x + magic).sub_(magic)
+    magic = binade.mul_(c.magic)
+    nearest = torch.add(x, magic).sub_(magic)
     if key is not None:
         discarded = x - nearest
-        spacing = binade.mul_(c.spacing)
+        spacing = (magic.view(c.integer) & c.exponent_mask).view(x.dtype).mul_(c.spacing)
         moves = _uniform(x, key, c).mul_(spacing) < discarded.abs()
         nearest = nearest + spacing.copysign_(discarded).mul_(moves)
     return nearest.copysign_(x)

@@ -31,16 +31,17 @@ class Operand:
     Attributes:
         delta: e, on the low-precision grid; None for a constant (a plain tensor, or one whose e is
             known to be zero).
-        shape: the operand's shape.
+        shape, device: the operand's.
     """
 
-    __slots__ = ("_context", "_dtype", "_tensor", "delta", "shape")
+    __slots__ = ("_context", "_dtype", "_tensor", "delta", "device", "shape")
 
     def __init__(self, tensor: Tensor, context: Context, dtype: torch.dtype) -> None:
         self._tensor: Any = tensor
         self._context = context
         self._dtype = dtype
         self.shape = tensor.shape
+        self.device = tensor.device
         self.delta: Any = None
         if type(tensor) is BitCenteredTensor and not tensor.is_constant:
             self.delta = tensor.delta

@@ -93,13 +93,24 @@ def _flat(values: Any) -> Iterator[Any]:
 @register_rule(aten.cat.default)
 def cat(parts: list[Operand], dim: int = 0) -> Tensor:
     """The concatenated deltas."""
-    return torch.cat([delta_of(part) for part in parts], dim)
+    return torch.cat(_deltas_of(parts), dim)
 
 
 @register_rule(aten.stack.default)
 def stack(parts: list[Operand], dim: int = 0) -> Tensor:
     """The stacked deltas."""
-    return torch.stack([delta_of(part) for part in parts], dim)
+    return torch.stack(_deltas_of(parts), dim)
+
+
+def _deltas_of(parts: list[Any]) -> list[Tensor]:
+    """Return the deltas of operands; of plain tensors, integers too, zeros."""
+    dtype = next(part.delta.dtype for part in parts if getattr(part, "delta", None) is not None)
+    return [
+        part.delta
+        if isinstance(part, Operand) and part.delta is not None
+        else torch.zeros(part.shape, dtype=dtype, device=part.device)
+        for part in parts
+    ]
 
 
 @register_rule(aten.constant_pad_nd.default)

@@ -17,13 +17,16 @@ def log_softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
     """Per row: ``e′ − log1p(Σ p_k·expm1(e′_k))`` with ``e′ = e − e_r``, r the likeliest class.
 
     p is the softmax of the unrounded offset, r taken with the deltas: without it, the rows of a
-    confident model cancel. Where the sum is not small, ``log Σ p_k·exp(e′_k)`` does not cancel.
+    confident model cancel. Where the sum is not small, ``log Σ p_k·exp(e′_k)`` does not cancel; it
+    is taken relative to class r.
     """
     log_probability = torch.log_softmax(x.exact, dim)
-    likeliest = (log_probability + x.delta).argmax(dim, keepdim=True)
+    full = log_probability + x.delta
+    top, likeliest = full.max(dim, keepdim=True)
     shifted = x.delta - x.delta.gather(dim, likeliest)
     gain = (log_probability.exp() * torch.expm1(shifted)).sum(dim, keepdim=True)
-    large = torch.logsumexp(log_probability + shifted, dim, keepdim=True)
+    large = (full - top).exp().sum(dim, keepdim=True).log_()
+    large += log_probability.gather(dim, likeliest)
     return shifted - torch.where(gain.abs() <= 0.5, torch.log1p(gain), large)
 
 
@@ -34,8 +37,9 @@ def softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
 
 
 def _exp_change(u: Tensor, e: Tensor) -> Tensor:
-    """``exp(u + e) − exp(u) = exp(u)·expm1(e)``, as a difference where ``expm1`` might overflow."""
-    return torch.where(e <= 1, torch.exp(u) * torch.expm1(e), torch.exp(u + e) - torch.exp(u))
+    """``exp(u + e) − exp(u) = sgn(e)·exp(max(u, u + e))·(−expm1(−|e|))``: nothing overflows."""
+    size = torch.exp(torch.maximum(u, u + e)) * torch.expm1(-e.abs())
+    return torch.copysign(size, e)
 
 
 @register_rule(aten._log_softmax_backward_data.default)

@@ -1,6 +1,5 @@
 """Views and copies: the same operation on both parts, which never rounds."""
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,9 +17,7 @@ aten = torch.ops.aten
 
 
 @register_handler(
-    aten.alias.default,
     aten.as_strided.default,
-    aten.detach.default,
     aten.diagonal.default,
     aten.expand.default,
     aten.permute.default,
@@ -45,25 +42,28 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
 
     if is_traced(x.delta):
         result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
-        result.decision = x.decision if func is aten.detach.default else None
         return return_and_correct_aliasing(func, args, kwargs, result)
-    with writes_counted():
-        return _alias(func, x, see)
-
-
-def _alias(
-    func: OpOverload, x: BitCenteredTensor, see: Callable[[Tensor], Tensor]
-) -> BitCenteredTensor:
-    if func is aten.detach.default or func is aten.alias.default:
-        result = BitCenteredTensor(x._offset, see(x.delta), x.context, x.dtype)
-        result.decision = x.decision
-        return result
     base = x._offset
-    if base.is_computed:
-        offset = Offset(see(base.tensor), view=(base, see))
+    with writes_counted():
+        delta = see(x.delta)
+        if not base.is_computed:
+            offset = x.context.defer(lambda: see(base.tensor))
+        else:
+            offset = Offset(see(base.tensor), view=(base, see))
+    return BitCenteredTensor(offset, delta, x.context, x.dtype)
+
+
+@register_handler(aten.alias.default, aten.detach.default)
+def alias(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
+    """Share both parts as they are, and what is known of them."""
+    if is_traced(x.delta):
+        result = BitCenteredTensor(func(x.offset), func(x.delta), x.context)
+        result = return_and_correct_aliasing(func, args, kwargs, result)
     else:
-        offset = x.context.defer(lambda: see(base.tensor))
-    return BitCenteredTensor(offset, see(x.delta), x.context, x.dtype)
+        result = BitCenteredTensor(x._offset, x.delta, x.context, x.dtype)
+        result._constant = x._constant
+    result.decision = x.decision
+    return result
 
 
 @register_handler(
