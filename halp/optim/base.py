@@ -182,13 +182,12 @@ class Solver(Optimizer):
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load :meth:`state_dict`, keeping each tensor's dtype.
 
+        The state of :class:`torch.optim.SGD` is taken by the solvers without snapshots.
+
         Raises:
-            ValueError: the state is another solver's, or has other parameter groups.
+            ValueError: the state is another solver's, or of other parameters. Nothing is loaded.
         """
-        solver = state_dict.get("solver")
-        name = type(self).__name__
-        if solver is not None and solver["name"] != name:
-            raise ValueError(f"a state dict of {solver['name']} cannot be loaded into {name}")
+        self._check_state(state_dict)
         super().load_state_dict(state_dict)
         # PyTorch has cast the tensors to their parameters' dtype.
         indices = [i for group in state_dict["param_groups"] for i in group["params"]]
@@ -196,8 +195,33 @@ class Solver(Optimizer):
             for key, saved in state_dict["state"].get(index, {}).items():
                 if isinstance(saved, Tensor):
                     self.state[p][key] = saved.detach().to(device=p.device, copy=True)
-        if solver is not None:
-            self._load_solver_state(solver)
+        if "solver" in state_dict:
+            self._load_solver_state(state_dict["solver"])
+
+    def _check_state(self, state_dict: dict[str, Any]) -> None:
+        """Raise ValueError unless the state is one of this solver and these parameters."""
+        name = type(self).__name__
+        solver = state_dict.get("solver", {"name": None})["name"]
+        if solver is None and not self._takes_foreign_state(state_dict):
+            raise ValueError(f"this is no state dict of {name}: it has no 'solver' entry of it")
+        if solver not in (None, name):
+            raise ValueError(f"a state dict of {solver} cannot be loaded into {name}")
+        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
+        for index, p in zip(indices, self._parameters(), strict=False):
+            for key, saved in state_dict["state"].get(index, {}).items():
+                if isinstance(saved, Tensor) and saved.shape != p.shape:
+                    raise ValueError(
+                        f"the state dict is of another model: {key!r} of parameter {index} has "
+                        f"shape {tuple(saved.shape)}, the parameter {tuple(p.shape)}"
+                    )
+
+    def _takes_foreign_state(self, state_dict: dict[str, Any]) -> bool:
+        """Whether a state dict without a solver's name is torch.optim.SGD's, and enough."""
+        groups_fit = all(
+            set(self.defaults) <= {*group, "foreach"} for group in state_dict["param_groups"]
+        )
+        keys = {key for state in state_dict["state"].values() for key in state}
+        return groups_fit and keys <= {"momentum_buffer"}
 
 
 class FullPrecision(Solver):

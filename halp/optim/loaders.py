@@ -66,7 +66,7 @@ def _drops_samples(loader: DataLoader, sampler: Any) -> bool:
 
 def _is_in_the_middle(loader: DataLoader) -> bool:
     iterator = getattr(loader, "_iterator", None)  # kept only with persistent workers
-    if iterator is None or iterator._num_yielded == 0:
+    if iterator is None:
         return False
     if isinstance(loader.dataset, IterableDataset):  # its end shows in the workers having stopped
         return any(iterator._workers_status)

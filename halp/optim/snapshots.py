@@ -176,6 +176,9 @@ class SnapshotSolver(Solver):
         """Return the float64 full gradient as the inner steps read it."""
         return gradient.to(p.dtype)
 
+    def _takes_foreign_state(self, state_dict: dict[str, Any]) -> bool:
+        return False  # there would be no snapshot in it
+
     def _solver_state(self) -> dict[str, Any]:
         return {**super()._solver_state(), "T": self.T, "position": self._position}
 
