@@ -80,7 +80,6 @@ class _Constants(NamedTuple):
     random_bits: int
 
 
-@cache
 def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | None) -> _Constants:
     """Return the constants as tensors of ``device``, or as numbers for traced code."""
     carrier = _CARRIERS[dtype]
@@ -108,6 +107,9 @@ def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | N
         carrier_exponent=carrier.bias,
         random_bits=carrier.random_bits,
     )
+
+
+_cached = cache(_constants)
 
 
 def quantize(
@@ -191,7 +193,7 @@ def round_to_format(
     What :func:`quantize` does, without its checks.
     """
     traced = is_traced(x)
-    c = _constants(format, x.dtype, None if traced else x.device)
+    c = _constants(format, x.dtype, None) if traced else _cached(format, x.dtype, x.device)
     if isinstance(scale, str):
         return _round_to_own_scale(x, c, key, on_host=not traced and x.device.type == "cpu")
     if scale is not None:

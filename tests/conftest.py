@@ -4,6 +4,11 @@ import os
 from pathlib import Path
 
 import pytest
+import torch
+
+# The tensors of the tests are small: more threads than one only get in each other's way, and tests
+# run in several processes.
+torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

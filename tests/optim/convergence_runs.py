@@ -1,4 +1,4 @@
-"""The long runs of test_convergence, so that processes of their own can import and do them."""
+"""The problems and the long runs of test_convergence."""
 
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -114,11 +114,6 @@ class LongRun:
     precision: tuple = ()
     momentum: float = field(default=0.0)
 
-    @property
-    def cost(self) -> float:
-        """Roughly, to start the longest first."""
-        return self.problem.cycles * self.problem.T * (2 if "stoc" in str(self.precision) else 1)
-
 
 def orders(problem: LeastSquares | Digits) -> numpy.ndarray:
     """Sample indices of shape (cycles, T, batch size), drawn with replacement."""
@@ -128,7 +123,7 @@ def orders(problem: LeastSquares | Digits) -> numpy.ndarray:
     )
 
 
-def gradient_norms(run: LongRun) -> list[float]:
+def gradient_norms(run: LongRun) -> numpy.ndarray:
     """Do a run from w = 0; return ‖∇f‖ after each cycle, by NumPy in float64."""
     problem = run.problem
     x, y = (torch.from_numpy(part) for part in problem.data)
@@ -160,10 +155,10 @@ def gradient_norms(run: LongRun) -> list[float]:
         assert optimizer.snapshot_due
         parameters = [halp.value(p).double().numpy() for p in model.parameters()]
         norms.append(float(numpy.linalg.norm(problem.gradient(parameters))))
-    return norms
+    return numpy.array(norms)
 
 
-def reference_norms(problem: LeastSquares, momentum: float = 0.0) -> list[float]:
+def reference_norms(problem: LeastSquares, momentum: float = 0.0) -> numpy.ndarray:
     """SVRG on row 5's problem in NumPy, float64: ``a_i·a_iᵀ(w − w̃)`` is ∇f_i(w) − ∇f_i(w̃)."""
     a, y = problem.data
     lr = problem.lr
@@ -175,4 +170,4 @@ def reference_norms(problem: LeastSquares, momentum: float = 0.0) -> list[float]
             z = z - lr * buffer
         w = w + z
         norms.append(float(numpy.linalg.norm(problem.gradient([w]))))
-    return norms
+    return numpy.array(norms)

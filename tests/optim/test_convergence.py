@@ -1,19 +1,14 @@
 """HALP converges to machine precision where plain low-precision SVRG stalls (design section 6).
 
-Each run takes up to a minute. They go two at a time into processes of their own, the longest first,
-and each test waits for its own.
+Each run takes up to a minute.
 """
 
-import multiprocessing
-import os
-from concurrent.futures import Future, ProcessPoolExecutor
 from functools import lru_cache
 
 import numpy
 import pytest
 import scipy.optimize
 import sklearn.linear_model
-import torch
 
 from tests.optim.convergence_runs import (
     LAMBDA,
@@ -36,16 +31,9 @@ def least_squares(seed: int, solver: str, *precision: tuple, cycles: int = 40) -
     return LongRun(LeastSquares(seed, cycles), solver, precision)
 
 
-def with_momentum(seed: int) -> LongRun:
-    problem = LeastSquares(seed, cycles=26, step_size=0.1 * 0.5)
-    return LongRun(problem, "BitCenterSVRG", FP16, momentum=0.9)
-
-
-#: Row 5, each line but the fixed-point ones: a run, and where its final ‖∇f‖ must lie.
+#: Row 5, but for fixed point and the lines with tests of their own below: a run, and where its
+#: final ‖∇f‖ must lie.
 ROW_5 = {
-    "svrg": (lambda s: least_squares(s, "SVRG"), 0, 1e-14),
-    "halp-fp16-near": (lambda s: least_squares(s, "BitCenterSVRG", *FP16), 0, 1e-14),
-    "halp-fp16-stoc": (lambda s: least_squares(s, "BitCenterSVRG", *STOCHASTIC), 0, 1e-14),
     "halp-fp16-unscaled": (
         lambda s: least_squares(s, "BitCenterSVRG", ("format", "fp16"), ("scale", None)),
         1e-7,
@@ -75,45 +63,8 @@ ROW_6 = {
 }
 
 
-class Results:
-    """Gradient norms of long runs, computed in the background."""
-
-    def __init__(self, pool: ProcessPoolExecutor) -> None:
-        self.pool = pool
-        self.futures: dict[LongRun, Future] = {}
-
-    def start(self, runs: set[LongRun]) -> None:
-        for run in sorted(runs, key=lambda run: run.cost, reverse=True):
-            self.futures[run] = self.pool.submit(gradient_norms, run)
-
-    def __getitem__(self, run: LongRun) -> numpy.ndarray:
-        if run not in self.futures:
-            self.start({run})
-        return numpy.array(self.futures[run].result())
-
-
-def runs_of(item: pytest.Item) -> list[LongRun]:
-    """The long runs that a test of this module is going to ask for."""
-    arguments = item.callspec.params if hasattr(item, "callspec") else {}
-    return [arguments["line"](arguments["seed"])] if "line" in arguments else []
-
-
-@pytest.fixture(scope="module")
-def results(request):
-    own = [
-        item for item in request.session.items if getattr(item, "module", None) is request.module
-    ]
-    runs = {run for item in own for run in runs_of(item)}
-    pool = ProcessPoolExecutor(
-        max_workers=min(max(len(runs), 1), os.cpu_count() or 1),
-        mp_context=multiprocessing.get_context("spawn"),
-        initializer=torch.set_num_threads,
-        initargs=(1,),
-    )
-    results = Results(pool)
-    results.start(runs)
-    yield results
-    pool.shutdown(cancel_futures=True)
+def assert_ends_between(low: float, high: float, norms: numpy.ndarray) -> None:
+    assert low < norms[-1] < high, f"‖∇f‖ every 5 cycles: {norms[::5]}"
 
 
 def each_line(table: dict, slow: tuple = ()):
@@ -139,33 +90,31 @@ def test_the_problem_is_the_one_of_the_table(seed):
 
 @each_line(ROW_5)
 @pytest.mark.parametrize("seed", SEEDS)
-def test_least_squares_ends_where_the_table_says(results, line, low, high, seed):
-    norms = results[line(seed)]
-    assert low < norms[-1] < high, f"‖∇f‖ every 5 cycles: {norms[::5]}"
+def test_least_squares_ends_where_the_table_says(line, low, high, seed):
+    assert_ends_between(low, high, gradient_norms(line(seed)))
 
 
-@pytest.mark.parametrize("line", [ROW_5["svrg"][0]], ids=["svrg"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_svrg_is_the_textbook_recurrence(results, line, seed):
-    norms, expected = results[line(seed)], reference_norms(LeastSquares(seed))
-    above_roundoff = numpy.array(expected) > 1e-10
+def test_svrg_is_the_textbook_recurrence_and_converges(seed):
+    norms = gradient_norms(least_squares(seed, "SVRG"))
+    expected = reference_norms(LeastSquares(seed))
+    above_roundoff = expected > 1e-10
     assert above_roundoff.sum() > 15
-    numpy.testing.assert_allclose(
-        norms[above_roundoff], numpy.array(expected)[above_roundoff], rtol=1e-4
-    )
+    numpy.testing.assert_allclose(norms[above_roundoff], expected[above_roundoff], rtol=1e-4)
+    assert_ends_between(0, 1e-14, norms)
 
 
-@pytest.mark.parametrize(
-    "line", [ROW_5["halp-fp16-near"][0], ROW_5["halp-fp16-stoc"][0]], ids=["near", "stoc"]
-)
+@pytest.mark.parametrize("precision", [FP16, STOCHASTIC], ids=["near", "stoc"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_halp_in_fp16_converges_at_the_rate_of_svrg(results, line, seed):
+def test_halp_in_fp16_converges_at_the_rate_of_svrg(precision, seed):
     """Cycle by cycle on the same samples, until SVRG comes near its own roundoff."""
-    norms, svrg = results[line(seed)], numpy.array(reference_norms(LeastSquares(seed)))
+    norms = gradient_norms(least_squares(seed, "BitCenterSVRG", *precision))
+    svrg = reference_norms(LeastSquares(seed))
     compared = svrg > 1e-13
     assert compared.sum() > 20
     ratios = norms[compared] / svrg[compared]
     assert ratios.max() < 1.1, f"HALP's ‖∇f‖ / SVRG's after each cycle: {ratios}"
+    assert_ends_between(0, 1e-14, norms)
 
 
 # Row 6.
@@ -227,9 +176,8 @@ def test_the_optimum_of_the_digits_problem_is_0_7422233385(optimize):
 
 @each_line(ROW_6, slow=("halp-fp16-stoc",))
 @pytest.mark.parametrize("seed", SEEDS)
-def test_softmax_regression_ends_where_the_table_says(results, line, low, high, seed):
-    norms = results[line(seed)]
-    assert low < norms[-1] < high, f"‖∇f‖ every 5 cycles: {norms[::5]}"
+def test_softmax_regression_ends_where_the_table_says(line, low, high, seed):
+    assert_ends_between(low, high, gradient_norms(line(seed)))
 
 
 def test_a_gradient_of_1e_13_means_the_optimum():
@@ -243,16 +191,16 @@ def test_a_gradient_of_1e_13_means_the_optimum():
 # Row 7.
 
 
-@pytest.mark.parametrize("line", [with_momentum], ids=["near"])
 @pytest.mark.parametrize("seed", SEEDS)
-def test_halp_with_momentum_follows_svrg_with_momentum(results, line, seed):
+def test_halp_with_momentum_follows_svrg_with_momentum(seed):
     """Within 5 % after each cycle, down to a gradient norm of 1e-12.
 
     How far rounding z and the buffer once a step moves ‖∇f‖ depends on the samples: with exact
     gradients by NumPy, up to 4 % on these, and up to 20 % on some others.
     """
-    run = line(seed)
-    norms, svrg = results[run], numpy.array(reference_norms(run.problem, momentum=0.9))
+    problem = LeastSquares(seed, cycles=26, step_size=0.1 * 0.5)
+    norms = gradient_norms(LongRun(problem, "BitCenterSVRG", FP16, momentum=0.9))
+    svrg = reference_norms(problem, momentum=0.9)
     compared = svrg > 1e-12
     assert compared.sum() > 20
     ratios = norms[compared] / svrg[compared]
