@@ -49,6 +49,10 @@ def test_every_command_works(command, tmp_path, request):
             assert run_models.main([*flags, *REDUCED]) == 0
         case "python", ["exp_script/compare_runs.py", *flags]:
             assert compare_runs.main([*flags, *REDUCED, f"--output={tmp_path}"]) == 0
+        case "python", [benchmark] if benchmark.startswith("benchmarks/"):
+            call = [sys.executable, benchmark, "--rounds=1"]
+            done = subprocess.run(call, cwd=REPOSITORY, capture_output=True, text=True)
+            assert done.returncode == 0 and done.stdout, done.stderr
         case _:
             pytest.fail(f"no test knows this command: {command}")
 
