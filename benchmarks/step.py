@@ -54,7 +54,7 @@ def make_step(name: str, x: torch.Tensor, y: torch.Tensor, rounding: str) -> Cal
 def main() -> None:
     """Print a table of ratios."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--threads", type=int, default=2)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--rounding", choices=("near", "stoc", "void"), default="near")
