@@ -140,7 +140,12 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         if isinstance(parameter, BitCenteredTensor):
             saved[id(parameter)] = (parameter.detach(), parameter.grad)
             parameter.grad = None
-    _replace_parameters(model, lambda p: _plain(p, dtype))
+    try:
+        _replace_parameters(model, lambda p: _plain(p, dtype))
+    except RuntimeError:
+        for parameter in model.parameters():
+            parameter.grad = saved[id(parameter)][1]
+        raise
     for parameter in model.parameters():
         if id(parameter) in saved:
             versions[id(parameter)] = parameter._version
@@ -155,7 +160,7 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         for parameter in model.parameters():
             if id(parameter) in saved:
                 parameter.grad = None
-        _replace_parameters(model, lambda p: saved[id(p)][0] if id(p) in saved else p)
+        _swap_back(model, {key: tensor for key, (tensor, _) in saved.items()})
         for parameter in model.parameters():
             if id(parameter) in saved:
                 if id(parameter) in written:
@@ -178,19 +183,60 @@ def _plain(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
 
 
 def _replace_parameters(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
-    """Swap each parameter's tensor (and gradient's) for ``replace(it)``, keeping its identity.
+    """Swap each parameter's tensor for ``replace(it)``, keeping its identity; its gradient alike.
 
     ``Module._apply`` knows how: also for modules that hold their weights twice, like ``nn.LSTM``.
+
+    Raises:
+        RuntimeError: a parameter is part of an autograd graph that is alive. None is replaced then.
     """
-    parameters = {id(p) for p in model.parameters()}
-    gradients = {id(p.grad) for p in model.parameters() if p.grad is not None}
+    originals = {id(p): p.detach() for p in model.parameters()}
+    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
+    for parameter, _ in gradients:
+        parameter.grad = None
 
     def apply(t: Tensor) -> Tensor:
-        return replace(t) if id(t) in parameters or id(t) in gradients else t
+        return replace(t) if id(t) in originals else t
 
     swap = torch.__future__.get_swap_module_params_on_conversion()
     torch.__future__.set_swap_module_params_on_conversion(True)
     try:
         model._apply(apply)
+    except RuntimeError as error:
+        if "swap" not in str(error):
+            raise
+        _swap_back(model, originals)
+        for parameter, gradient in gradients:
+            parameter.grad = gradient
+        raise RuntimeError(
+            "a parameter is still part of an autograd graph, because an output or a loss computed "
+            "with it is alive: delete it, or compute it under torch.no_grad(), before converting "
+            "the model"
+        ) from error
     finally:
         torch.__future__.set_swap_module_params_on_conversion(swap)
+    with torch.no_grad():
+        for parameter, gradient in gradients:
+            parameter.grad = replace(gradient)
+
+
+def _swap_back(model: nn.Module, originals: dict[int, Tensor]) -> None:
+    """Give converted parameters their original tensors again, whatever still refers to theirs."""
+    for parameter in model.parameters():
+        original = originals.get(id(parameter), parameter)
+        if isinstance(parameter, BitCenteredTensor) != isinstance(original, BitCenteredTensor):
+            parameter.grad = None
+            if parameter.requires_grad:
+                node = torch.autograd.graph.get_gradient_edge(parameter).node
+                node.register_prehook(_refuse_gradient)
+            other = nn.Parameter(original, requires_grad=parameter.requires_grad)
+            parameter.__class__, other.__class__ = other.__class__, parameter.__class__
+            parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
+            torch._C._swap_tensor_impl(parameter, other)
+
+
+def _refuse_gradient(_: Any) -> None:
+    raise RuntimeError(
+        "backward() reached a parameter that has been converted since the forward pass, by "
+        "halp.materialize or another conversion; call it before, or run the forward pass again"
+    )

@@ -14,9 +14,9 @@ from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from halp.bitcenter.offsets import Context
+from halp.bitcenter.offsets import Context, Offset
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
-from halp.calls import call
+from halp.calls import call, replace_tensors
 from halp.random_bits import is_traced
 
 #: Runs an operation: takes it, the argument to model results on, and all arguments.
@@ -251,7 +251,7 @@ def _handler_of(rule: Callable) -> Handler:
             )
         in_backward = torch._C._current_autograd_node() is not None
         if in_backward and not is_traced(like.delta):
-            return _wrap_deferred(offset, result, like)
+            return _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
         wrapped = wrap(offset(), result, like)
         wrapped.decision = decision
         return wrapped
@@ -281,6 +281,28 @@ def wrap(offset: Tensor, delta: Tensor, like: BitCenteredTensor) -> BitCenteredT
 
 def _delta_dtype(like: BitCenteredTensor, offset: Tensor) -> torch.dtype:
     return like.delta.dtype if like.dtype.is_floating_point else offset.dtype
+
+
+def _later(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> Callable[[], Tensor]:
+    """Return what computes an operation's offset later, holding on to no autograd graph."""
+
+    def keep(x: Tensor) -> Any:
+        return _Kept(x._offset if type(x) is BitCenteredTensor else Offset(x.detach()))
+
+    def offset_of(kept: Any) -> Any:
+        if type(kept) is list:
+            return [offset_of(value) for value in kept]
+        return _exact(kept.offset.tensor, dtype) if type(kept) is _Kept else kept
+
+    kept_args = replace_tensors(args, keep)
+    kept_kwargs = dict(zip(kwargs, replace_tensors(kwargs.values(), keep), strict=True))
+    return lambda: func(
+        *map(offset_of, kept_args), **{name: offset_of(v) for name, v in kept_kwargs.items()}
+    )
+
+
+class _Kept(NamedTuple):
+    offset: Offset
 
 
 def _wrap_deferred(

@@ -39,7 +39,6 @@ class Solver(Optimizer):
         *,
         nesterov: bool = False,
         maximize: bool = False,
-        **more_defaults: Any,
     ) -> None:
         _check_not_negative("lr", lr)
         _check_not_negative("momentum", momentum)
@@ -52,7 +51,6 @@ class Solver(Optimizer):
             "weight_decay": weight_decay,
             "nesterov": nesterov,
             "maximize": maximize,
-            **more_defaults,
         }
         super().__init__(params, defaults)
 
@@ -228,7 +226,10 @@ class FullPrecision(Solver):
     """The update of the solvers in full precision: PyTorch's own, ``foreach`` included."""
 
     def __init__(self, *args: Any, foreach: bool | None = None, **options: Any) -> None:
-        super().__init__(*args, foreach=foreach, **options)
+        super().__init__(*args, **options)
+        self.defaults["foreach"] = foreach
+        for group in self.param_groups:
+            group.setdefault("foreach", foreach)
 
     def _update(
         self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]

@@ -129,6 +129,8 @@ class SnapshotSolver(Solver):
             for index, batch in enumerate(loader):
                 check_finite(batch, index)
                 units = check_weight((weight or length_of)(batch), index)
+                if units == 0:
+                    continue
                 for p in parameters:
                     p.grad = None
                 with torch.enable_grad():
@@ -146,6 +148,11 @@ class SnapshotSolver(Solver):
                         sums[i].add_(gradient, alpha=units)  # type: ignore[union-attr]
         if total == 0:
             raise ValueError("snapshot() got an empty loader; it must yield every training batch")
+        if all(s is None for s in sums) and any(p.requires_grad for p in parameters):
+            raise ValueError(
+                "the closure of snapshot() left no gradient in any parameter; it must call "
+                "loss.backward()"
+            )
         means = [None if s is None else s.div_(total) for s in sums]
         return (loss_sum / total if has_loss else None), means
 

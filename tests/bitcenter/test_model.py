@@ -358,3 +358,43 @@ def test_a_plain_tensor_never_swallows_a_delta(model, x):
 def test_what_cannot_be_bit_centered_is_refused_in_a_sentence(build, options, error, words):
     with pytest.raises(error, match=words):
         halp.bit_center(build(), **options)
+
+
+def two_layers(*between: nn.Module) -> nn.Module:
+    torch.manual_seed(0)
+    return halp.bit_center(nn.Sequential(nn.Linear(6, 8), *between, nn.Linear(8, 3)))
+
+
+@pytest.mark.parametrize("between", [[], [nn.Dropout(0.1)], [nn.Identity()]])
+def test_a_gradient_does_not_hold_on_to_the_graph_that_it_came_from(between, x, y):
+    model = two_layers(*between)
+    F.cross_entropy(model(x), y).backward()
+    with halp.materialize(model):
+        pass
+    assert model[0].weight.grad.offset.norm() > 0
+
+
+def test_converting_a_model_inside_a_live_graph_is_refused_and_changes_nothing(x, y):
+    model = two_layers(nn.Linear(8, 8), nn.Dropout(0.1))
+    F.cross_entropy(model(x), y).backward()
+    gradient, output = model[0].weight.grad, model(x)
+    for convert in (halp.to_plain, lambda m: halp.materialize(m).__enter__()):
+        with pytest.raises(RuntimeError, match="an output or a loss .* is alive"):
+            convert(model)
+        assert all(isinstance(p, BitCenteredTensor) for p in model.parameters())
+        assert model[0].weight.grad is gradient
+    del output
+    F.cross_entropy(model(x), y).backward()
+
+
+def test_a_graph_made_inside_materialize_does_not_keep_the_model_plain(x):
+    model = two_layers()
+    parts = [(p.offset, p.delta.clone()) for p in model.parameters()]
+    with halp.materialize(model):
+        output = model(x)
+    for p, (offset, delta) in zip(model.parameters(), parts, strict=True):
+        assert p.offset is offset and torch.equal(p.delta, delta)
+    with pytest.raises(RuntimeError, match="converted since the forward pass"):
+        output.sum().backward()
+    model(x).sum().backward()
+    assert isinstance(model[0].weight.grad, BitCenteredTensor)

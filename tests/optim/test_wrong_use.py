@@ -369,3 +369,32 @@ def test_sparse_gradients_are_refused(solver):
     with pytest.raises(RuntimeError) as error:
         run.steps(1)
     says(error, "sparse")
+
+
+@pytest.mark.parametrize("option", ["momentun", "format"])
+@pytest.mark.parametrize("solver", ["SGD", "SVRG", "BitCenterSGD", "BitCenterSVRG"])
+def test_an_unknown_option_is_refused(solver, option):
+    period = {} if solver == "SGD" else {"T": 3}
+    with pytest.raises(TypeError, match=option):
+        getattr(halp.optim, solver)(linear().parameters(), 0.1, **period, **{option: 0.5})
+
+
+def test_a_snapshot_closure_without_backward_is_told():
+    model = linear()
+    optimizer = halp.optim.SVRG(model.parameters(), 0.1, T=3)
+    with pytest.raises(ValueError, match=r"loss\.backward\(\)"):
+        optimizer.snapshot(regression(), lambda x, y: (model(x).squeeze(1) - y).square().mean())
+
+
+def test_an_empty_batch_counts_nothing_in_a_snapshot():
+    model, (batch, *_) = linear(), regression()
+    optimizer = halp.optim.SVRG(model.parameters(), 0.1, T=3)
+
+    def closure(x, y):
+        optimizer.zero_grad()
+        loss = (model(x).squeeze(1) - y).square().mean()
+        loss.backward()
+        return loss
+
+    alone = optimizer.snapshot([batch], closure)
+    assert optimizer.snapshot([batch, tuple(t[:0] for t in batch)], closure) == alone

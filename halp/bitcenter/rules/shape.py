@@ -37,8 +37,10 @@ aten = torch.ops.aten
 def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Alias both parts: writing to the view writes to both parts of its base."""
 
+    how = args[1:]  # not x: what is remembered must not hold on to an autograd graph
+
     def see(part: Tensor) -> Tensor:
-        return func(part, *args[1:], **kwargs)
+        return func(part, *how, **kwargs)
 
     if is_traced(x.delta):
         result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
