@@ -39,6 +39,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as mistake:
         print(f"compare_runs.py: error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("compare_runs.py: interrupted; what was measured so far is kept", file=sys.stderr)
+        return 130
     print(f"\n{_table(runs)}\n\nfigure: {figure}\nmetrics: {args.output}")
     return 0
 

@@ -36,6 +36,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as mistake:
         print(f"run_models.py: error: {mistake}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("run_models.py: interrupted; what was measured so far is kept", file=sys.stderr)
+        return 130
     return 0
 
 

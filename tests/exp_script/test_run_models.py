@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import run_models
 from run_models import main
 from settings import REPOSITORY
 from tables import SOLVERS
@@ -203,3 +204,12 @@ def test_mnist_trains(tmp_path, halp_data):
     rows = run(tmp_path, *flags)
     assert rows[-1]["train_loss"] < rows[0]["train_loss"]
     assert rows[-1]["test_accuracy"] > 0.6
+
+
+def test_an_interrupt_ends_a_run_in_a_sentence(monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(run_models, "run", interrupted)
+    assert run_models.main([]) == 130
+    assert "interrupted" in capsys.readouterr().err
