@@ -7,9 +7,10 @@ INSTALLED := $(VENV)/.halp-installed
 
 .PHONY: demo test lint install
 
+# One thread: the tensors are small, and more only get in the way of whatever else runs.
 demo: $(INSTALLED)
 	rm -rf outputs/demo
-	$(BIN)/python exp_script/compare_runs.py --output=outputs/demo
+	OMP_NUM_THREADS=1 $(BIN)/python exp_script/compare_runs.py --output=outputs/demo
 
 test: $(INSTALLED)
 	$(BIN)/python -m pytest
