@@ -51,7 +51,7 @@ def run(
 
     Args:
         settings: of the run.
-        announce: is told, before training, what is about to run.
+        announce: is told, before training, what is about to run; and what happened in it.
         report: is given every record as soon as it exists.
 
     Raises:
@@ -87,6 +87,11 @@ def run(
             if folder is not None:
                 folder.write(record)
             report(record)
+    saturated = getattr(optimizer, "saturated", 0)
+    if saturated:
+        announce(
+            f"fixed point: z went beyond its range {saturated} times; a smaller --mu widens it"
+        )
     return records
 
 
@@ -144,6 +149,8 @@ def _solver(model: nn.Module, settings: Settings) -> Solver:
             halp.bit_center(model, **arithmetic, offset_dtype=settings.dtype)
         elif entry.rounds:
             options |= arithmetic
+        if settings.mu is not None:
+            options["mu"] = settings.mu
         if entry.outer_loop:
             options |= {"T": settings.T, "buffers": list(model.buffers())}
         solver: Solver = entry.optimizer(model.parameters(), **options)
@@ -194,6 +201,8 @@ def _description(settings: Settings, data: Dataset, steps_per_epoch: int) -> str
         parts.append(f"T = {settings.T}")
     if settings.format is not None:
         parts.append(f"{settings.format}, {settings.rounding}, scale {settings.scale}")
+    if settings.mu is not None:
+        parts.append(f"mu = {settings.mu:g}")
     return "; ".join(parts)
 
 

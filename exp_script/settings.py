@@ -13,7 +13,7 @@ from typing import NoReturn, TypeVar
 import torch
 
 from halp import formats
-from halp.rounding import ROUNDINGS
+from halp.grid import ROUNDINGS
 from tables import DATASETS, MODELS, SOLVERS
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -42,6 +42,7 @@ class Settings:
     format: str | None
     rounding: str | None
     scale: str | float | None  # "none", "auto" or a number
+    mu: float | None
     T: int | None  # None with an outer loop: one epoch, known once the data is there
     alpha: float
     momentum: float
@@ -86,6 +87,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         raise UsageError(
             "--cuda was given, but PyTorch finds no CUDA device: leave it out to run on the CPU"
         )
+    _check_mu(args)
     return Settings(
         dataset=args.dataset,
         model=args.model,
@@ -93,6 +95,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         format=args.format if solver.rounds else None,
         rounding=args.rounding if solver.rounds else None,
         scale=(args.scale or solver.default_scale) if solver.rounds else None,
+        mu=args.mu,
         T=args.T if solver.outer_loop else None,
         alpha=args.alpha,
         momentum=args.momentum,
@@ -147,10 +150,20 @@ def make_parser() -> Parser:
     )
 
     arithmetic = parser.add_argument_group("arithmetic (format, rounding, scale: lp-* and bc-*)")
-    arithmetic.add_argument("--format", type=_format, default="fp16", help=_any_of(formats.names()))
+    arithmetic.add_argument(
+        "--format",
+        type=_format,
+        default="fp16",
+        help=f"{', '.join(formats.names())}, eXmY (as in e5m7) or fixedB (as in fixed8)",
+    )
     arithmetic.add_argument("--rounding", type=_rounding, default="near", help=_any_of(ROUNDINGS))
     arithmetic.add_argument(
         "--scale", type=_scale, help="none, auto or a number; by default auto in bc-*, else none"
+    )
+    arithmetic.add_argument(
+        "--mu",
+        type=_positive,
+        help="of bc-svrg in fixed point: the range of z is ‖full gradient‖ / mu",
     )
     arithmetic.add_argument(
         "--offset-dtype",
@@ -188,6 +201,16 @@ def _refuse_resnet_flags(args: argparse.Namespace) -> None:
             )
 
 
+def _check_mu(args: argparse.Namespace) -> None:
+    if args.mu is None:
+        return
+    if args.solver != "bc-svrg" or not isinstance(formats.get(args.format), formats.FixedFormat):
+        raise UsageError(
+            f"--mu={args.mu:g} is for --solver=bc-svrg in fixed point (--format=fixed8), not for "
+            f"--solver={args.solver} in {args.format}"
+        )
+
+
 def _known(flag: str, value: str, table: Mapping[str, object]) -> None:
     if value not in table:
         raise UsageError(f"--{flag}={value} is not available: choose {_any_of(table)}")
@@ -216,6 +239,13 @@ def _non_negative(text: str) -> float:
     value = _number(float, text, "a number of at least 0")
     if not (math.isfinite(value) and value >= 0):
         raise argparse.ArgumentTypeError(f"it must be a finite number of at least 0, not {value}")
+    return value
+
+
+def _positive(text: str) -> float:
+    value = _number(float, text, "a positive number")
+    if not (math.isfinite(value) and value > 0):
+        raise argparse.ArgumentTypeError(f"it must be a positive finite number, not {value}")
     return value
 
 

@@ -9,8 +9,9 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from halp.calls import call
-from halp.formats import FloatFormat
-from halp.precision import Precision, RoundedCopies, Rounder, Scale, as_wide
+from halp.formats import Format
+from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.rounding import Scale
 
 #: Arguments and results that are no values of a computation: a module's running statistics, and
 #: the number of samples that a loss is the mean over.
@@ -89,7 +90,7 @@ class Emulation(TorchDispatchMode):
 
 
 def emulate(
-    format: str | FloatFormat,
+    format: str | Format,
     rounding: str = "near",
     *,
     scale: Scale = None,

@@ -1,18 +1,16 @@
 """What a low-precision computation rounds to, and the sequence of its roundings."""
 
-from dataclasses import dataclass
-from typing import TypeAlias
+from dataclasses import dataclass, fields, replace
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halp import formats
-from halp.formats import FloatFormat
-from halp.random_bits import is_traced, stream_key
-from halp.rounding import check_rounding, check_scale, round_to_format
-
-Scale: TypeAlias = float | Tensor | str | None
+from halp.formats import Format
+from halp.grid import CARRIERS, RandomBits, Rounding
+from halp.random_bits import Key, is_traced, random_bits, stream_key
+from halp.rounding import Scale, check_rounding, check_scale, in_range, round_to_format
 
 
 @dataclass(frozen=True)
@@ -24,8 +22,8 @@ class Precision:
     """
 
     #: The number format; a name is looked up.
-    format: FloatFormat
-    #: "near" (ties to even), "stoc" or "void" (nothing is rounded).
+    format: Format
+    #: One of :data:`halp.grid.ROUNDINGS`; see :func:`halp.quantize`.
     rounding: str = "near"
     #: None, a positive number or tensor, or "auto": see :func:`halp.quantize`.
     scale: Scale = None
@@ -40,6 +38,35 @@ class Precision:
         check_scale(self.scale)
         if not isinstance(self.seed, int):
             raise TypeError(f"seed must be an int, not {self.seed!r}")
+
+    def __str__(self) -> str:
+        """The format, and what is not the default."""
+        defaults = {f.name: f.default for f in fields(self)}
+        changed = [
+            f"{name}={value}"
+            for name, value in vars(self).items()
+            if name != "format" and (isinstance(value, Tensor) or value != defaults[name])
+        ]
+        return ", ".join([str(self.format), *changed])
+
+    def round(self, x: Tensor, key: Key | None = None) -> Tensor:
+        """Return ``x`` (float32 or float64) on the grid, "stoc" with the bits of a stream."""
+        if self.rounding == "void":
+            return x
+        bits = None
+        if key is not None:
+            bits = RandomBits(random_bits(x, key), CARRIERS[x.dtype].random_bits)
+        return round_to_format(
+            x, self.format, Rounding(self.rounding, self.overflow, bits=bits), self.scale
+        )
+
+    def in_range(self, x: Tensor) -> Tensor:
+        """Whether each element of ``x`` rounds to something within the format's range."""
+        return in_range(x, self.format, self.scale)
+
+    def nearest(self, x: Tensor) -> Tensor:
+        """Return ``x`` on the grid, to nearest whatever the mode."""
+        return x if self.rounding == "void" else replace(self, rounding="near").round(x)
 
 
 class Rounder:
@@ -60,11 +87,12 @@ class Rounder:
         if self.precision.rounding == "stoc":
             self.generation += 1
 
-    def __call__(self, x: Tensor) -> Tensor:
-        """Return ``x`` (float32 or float64) on the grid; ``x`` itself where nothing is rounded."""
-        precision = self.precision
-        if precision.rounding == "void":
-            return x
+    def __call__(self, x: Tensor, scale: float | None = None) -> Tensor:
+        """Return ``x`` (float32 or float64) on the grid; ``x`` itself where nothing is rounded.
+
+        ``scale`` takes the place of the precision's own.
+        """
+        precision = self.precision if scale is None else replace(self.precision, scale=scale)
         key = None
         if precision.rounding == "stoc":
             if is_traced(x):
@@ -75,7 +103,7 @@ class Rounder:
                 )
             key = stream_key(precision.seed, self.position)
             self.position += 1
-        return round_to_format(x, precision.format, precision.scale, precision.overflow, key)
+        return precision.round(x, key)
 
 
 class _Memory:

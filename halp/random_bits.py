@@ -6,7 +6,7 @@ of three multiplications: with two, bits of small counters are visibly correlate
 word enters after the first, so that two streams are not each other's permutation.
 """
 
-from functools import cache
+from functools import cache, lru_cache
 from typing import Any, TypeAlias
 
 import torch
@@ -72,25 +72,72 @@ _ROUND_NUMBERS = tuple((k, _WORD >> k, m - (m >> 31 << 32)) for k, m in _ROUNDS)
 _LAST_NUMBERS = (_LAST_SHIFT, _WORD >> _LAST_SHIFT)
 
 
-def random_bits(x: Tensor, key: Key) -> Tensor:
-    """Return an int32 tensor of the shape of ``x``, 32 independent uniform bits an element.
+#: Up to so many elements are hashed one by one.
+_DIRECT = 1024
+#: More are laid out in rows; their length divides this, so that most tensors have whole rows.
+_ROW_DIVISORS = 2**10 * 3**2 * 5**3 * 7
+#: The shift of the last mix of a row's words.
+_ROW_NUMBERS = (15, _WORD >> 15)
 
-    The element's row-major index is what is hashed: strides do not matter.
-    """
+
+@lru_cache(maxsize=64)
+def _counting(count: int, device: torch.device) -> Tensor:
+    """Return 0, 1, … as int32; shared: never write to it."""
+    return torch.arange(count, dtype=torch.int32, device=device)
+
+
+def _hashed(count: int, key: Key, like: Tensor) -> Tensor:
+    """Return the hashes of 0, 1, … under a key: int32, of shape (count,)."""
 
     def numbers(values: tuple[int, ...]) -> tuple[Any, ...]:
-        return values if traced else shared_constants(values, torch.int32, x.device)
+        return values if traced else shared_constants(values, torch.int32, like.device)
 
-    traced = is_traced(x)
+    traced = is_traced(like)
     first, second = (_as_int32(word) for word in key)
-    bits = torch.arange(x.numel(), dtype=torch.int32, device=x.device)
-    bits ^= first
-    for index, values in enumerate(_ROUND_NUMBERS):
+    if traced:
+        index = torch.arange(count, dtype=torch.int32, device=like.device)
+    else:
+        index = _counting(1 << max(count - 1, 0).bit_length(), like.device)[:count]
+    bits = index ^ first
+    for round, values in enumerate(_ROUND_NUMBERS):
         shift, mask, multiplier = numbers(values)
-        bits ^= (bits >> shift) & mask
+        bits ^= (bits >> shift).bitwise_and_(mask)
         bits *= multiplier
-        if index == 0:
+        if round == 0:
             bits ^= second
     shift, mask = numbers(_LAST_NUMBERS)
-    bits ^= (bits >> shift) & mask
+    bits ^= (bits >> shift).bitwise_and_(mask)
+    return bits
+
+
+def row_length(count: int) -> int:
+    """Return the length of the rows that ``count`` elements are laid out in."""
+    if count <= _DIRECT:
+        return max(count, 1)
+    length, rest = _ROW_DIVISORS, count
+    while rest:  # math.gcd cannot be traced
+        length, rest = rest, length % rest
+    return length if length >= 64 else _DIRECT  # the last row is not whole then
+
+
+def random_bits(x: Tensor, key: Key) -> Tensor:
+    """Return an int32 tensor of the shape of ``x``, 32 random bits an element.
+
+    Up to 1024 elements, they are hashes of their row-major index. More are laid out in rows i and
+    columns j: with hashes a_i and b_j, and odd ones c_i, the words ``(a_i + b_j) · c_i`` are
+    uniform and pairwise independent (multiply-add hashing: M. Dietzfelbinger, STACS 1996); their
+    top half is mixed into the lower one, which a product leaves weaker.
+    """
+    count = int(x.numel())
+    if count <= _DIRECT:
+        return _hashed(count, key, x).view(x.shape)
+    length = row_length(count)
+    rows = -(-count // length)
+    hashes = _hashed(length + 2 * rows, key, x)
+    if is_traced(x):  # else a compiler hashes anew for every element
+        hashes = hashes.as_strided(hashes.shape, (1,))
+    columns, offsets, factors = hashes.split([length, rows, rows])
+    bits = (offsets[:, None] + columns).mul_((factors | 1)[:, None]).view(-1)[:count]
+    shift, mask = _ROW_NUMBERS
+    bits ^= (bits >> shift).bitwise_and_(mask)
     return bits.view(x.shape)

@@ -1,124 +1,44 @@
 """Rounding to a number format: exact, pure PyTorch, safe to compile.
 
-A rounded tensor keeps its wide dtype (its *carrier*): its values lie on the format's grid. There is
-no dtype round trip anywhere, since compilers remove those.
+Scales and blocks, on top of :mod:`halp.grid`. Scales that are powers of two move exponents only.
 """
 
 import math
-from functools import cache
-from typing import NamedTuple
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from halp import formats
-from halp.formats import FloatFormat
-from halp.random_bits import Key, is_traced, random_bits, shared_constants, stream_key
+from halp.formats import BlockFormat, FixedFormat, FloatFormat, Format
+from halp.grid import (
+    CARRIERS,
+    OVERFLOWS,
+    ROUNDINGS,
+    RandomBits,
+    Rounding,
+    make_grid,
+    round_on_grid,
+)
+from halp.random_bits import Key, is_traced, random_bits, stream_key
 
-#: Rounding modes: nearest with ties to even, stochastic, and no rounding at all.
-ROUNDINGS = ("near", "stoc", "void")
-#: What becomes of values beyond the format's range.
-OVERFLOWS = ("saturate", "inf")
+Scale: TypeAlias = float | Tensor | str | None
 
-
-class _Carrier(NamedTuple):
-    """Layout of the IEEE format that holds the values while they are rounded."""
-
-    integer: torch.dtype
-    exponent_bits: int
-    fraction_bits: int
-    #: Random bits behind one stochastic decision.
-    random_bits: int
-
-    @property
-    def fraction_mask(self) -> int:
-        return (1 << self.fraction_bits) - 1
-
-    @property
-    def exponent_mask(self) -> int:
-        return ((1 << self.exponent_bits) - 1) << self.fraction_bits
-
-    @property
-    def bias(self) -> int:
-        return (1 << (self.exponent_bits - 1)) - 1
-
-
-_CARRIERS = {
-    torch.float32: _Carrier(torch.int32, 8, 23, random_bits=23),
-    torch.float64: _Carrier(torch.int64, 11, 52, random_bits=32),
-}
-
-#: Brings the largest values of a carrier to where rounding cannot overflow; a power of two.
-_SHRINK = 2.0**-64
-
-
-class _Constants(NamedTuple):
-    """What rounding to one format in one carrier needs, computed once."""
-
-    integer: torch.dtype
-    #: Picks the exponent bits out of a value's bits.
-    exponent_mask: int | Tensor
-    #: binade · magic has exactly the format's spacing as its own unit in the last place.
-    magic: float | Tensor
-    #: From the power of two in binade · magic to the format's spacing.
-    spacing: float | Tensor
-    #: How many low bits of the carrier's fraction the format lacks; 0: it holds every value.
-    dropped_bits: int
-    #: The format's exponent range is the carrier's: dropping bits is all there is to do.
-    same_range: bool
-    max: float
-    smallest_normal: float
-    #: The format's largest significand, and the distance of its extreme exponents.
-    max_significand: float
-    max_exponent: int
-    exponent_range: int
-    #: Smallest normal carrier value; the largest binade whose product with ``magic`` is finite.
-    tiny: float
-    largest_binade: float
-    #: Exponent of the carrier's largest binade.
-    carrier_exponent: int
-    random_bits: int
-
-
-def _constants(format: FloatFormat, dtype: torch.dtype, device: torch.device | None) -> _Constants:
-    """Return the constants as tensors of ``device``, or as numbers for traced code."""
-    carrier = _CARRIERS[dtype]
-    dropped = max(carrier.fraction_bits - format.fraction_bits, 0)
-    mask: int | Tensor = carrier.exponent_mask
-    magic: float | Tensor = 1.5 * 2.0**dropped
-    spacing: float | Tensor = 2.0 ** -(format.fraction_bits + dropped)
-    if device is not None:
-        (mask,) = shared_constants((mask,), carrier.integer, device)
-        magic, spacing = shared_constants((magic, spacing), dtype, device)
-    return _Constants(
-        integer=carrier.integer,
-        exponent_mask=mask,
-        magic=magic,
-        spacing=spacing,
-        dropped_bits=dropped,
-        same_range=format.exponent_bits == carrier.exponent_bits,
-        max=format.max,
-        smallest_normal=format.smallest_normal,
-        max_significand=format.max / 2.0**format.max_exponent,
-        max_exponent=format.max_exponent,
-        exponent_range=format.max_exponent - format.min_exponent,
-        tiny=torch.finfo(dtype).tiny,
-        largest_binade=2.0 ** (carrier.bias - dropped - 1),
-        carrier_exponent=carrier.bias,
-        random_bits=carrier.random_bits,
-    )
-
-
-_cached = cache(_constants)
+#: Integer dtypes in which random bits can be given: all bits of each element are used.
+_WORDS = {torch.uint8: 8, torch.int16: 16, torch.int32: 32}
 
 
 def quantize(
     x: Tensor,
-    format: str | FloatFormat,
+    format: str | Format,
     rounding: str = "near",
     *,
-    scale: float | Tensor | str | None = None,
+    scale: Scale = None,
     overflow: str = "saturate",
+    subnormals: bool = True,
+    axis: int = -1,
+    random_bits: int | Tensor | None = None,
     generator: torch.Generator | None = None,
     seed: int | Tensor | None = None,
 ) -> Tensor:
@@ -126,25 +46,39 @@ def quantize(
 
     Args:
         x: a floating tensor of any shape. float64 is rounded once, not through float32. The result
-            is detached from the autograd graph.
-        format: a name (``"fp16"``, ``"bf16"``, ``"fp8_e4m3"``, …) or a format.
-        rounding: ``"near"`` (ties to even), ``"stoc"`` (up with the probability that makes the
-            expected result ``x``, to 2⁻²⁴ of a grid step, subnormals included) or ``"void"`` (``x``
-            itself).
+            is detached from the autograd graph (:class:`halp.Quantize` has gradients).
+        format: a name (``"fp16"``, ``"fp8_e4m3"``, ``"e5m7"``, ``"fixed8"``, ``"mxfp4"``, …) or a
+            format; ``python -m halp.formats`` lists them.
+        rounding: ``"near"`` (to nearest, ties to even), ``"near-away"`` (ties away from zero),
+            ``"stoc"`` (stochastic), ``"zero"``, ``"up"`` (toward +∞), ``"down"`` or ``"void"``
+            (``x`` itself).
         scale: ``None`` for the format's own range; a positive number or tensor that broadcasts
             against ``x``; ``"auto"`` for the smallest power of two with ``max|x| / scale`` within
-            the format's range.
+            the format's range, where infinities and NaN do not count. Formats of blocks, which
+            scale by themselves, ignore ``"auto"``.
         overflow: ``"saturate"`` gives the largest finite value for everything beyond it, infinity
-            included; ``"inf"`` gives infinity as IEEE 754 does (NaN in a format without infinity).
+            included. ``"inf"`` gives infinity where IEEE 754 does: NaN in a format without
+            infinity, and the largest value in one without NaN too. Elements of blocks saturate.
+        subnormals: False turns results below the smallest normal into zero of their sign.
+        axis: of the blocks.
+        random_bits: of ``"stoc"``: how many bits k decide a step, 1 to 23 (to 32 in float64); or
+            the bits themselves, an integer tensor (uint8, int16 or int32) of the shape of ``x``.
+            With the remainder r of an element, in steps of the grid toward zero, it moves away
+            from zero if ``(R + 1/2) / 2^k ≤ r``, R being its k random bits. By default k is 23 or
+            32, so that the expected result is ``x`` to 2⁻²⁴ of a step, subnormals included.
         generator: where ``"stoc"`` draws its seed from; by default PyTorch's global generator.
         seed: fixes the random bits of ``"stoc"`` altogether: an int, or a 0-dim int64 tensor.
 
     Returns:
-        A new tensor of the shape and dtype of ``x``. NaN stays NaN and −0 stays −0.
+        A new tensor of the shape and dtype of ``x``: where that dtype does not reach as far as the
+        format, results end with what both can hold. NaN stays NaN, and −0 stays −0 where the format
+        has one.
 
     Raises:
-        TypeError: ``x`` is not a floating tensor.
-        ValueError: an unknown format, rounding or overflow, or a scale that is not positive.
+        TypeError: ``x`` is not a floating tensor, or an argument is of the wrong kind.
+        ValueError: an unknown format, rounding or overflow, a scale that is not positive, an axis
+            that ``x`` does not have, bits that do not fit; or NaN in ``x`` and a format without.
+            (In compiled code NaN and scales are not looked at: there NaN stays NaN.)
     """
     format = formats.get(format)
     check_rounding(rounding, overflow)
@@ -152,15 +86,21 @@ def quantize(
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"quantize takes a floating-point tensor, not {kind}; convert it first")
+    if not -max(x.dim(), 1) <= axis < max(x.dim(), 1):
+        raise ValueError(f"axis {axis} is none of a tensor with {x.dim()} dimensions")
+    x = x.detach()
     if rounding == "void":
-        return x.detach().clone()
-    key = None
+        return x.clone()
+    if not is_traced(x):
+        _check_values(x, format, scale)
+    wide = x if x.dtype in CARRIERS else x.float()
+    bits = None
     if rounding == "stoc":
-        if seed is None:
+        if seed is None and not isinstance(random_bits, Tensor):
             seed = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator)
-        key = stream_key(seed)
-    wide = x.detach() if x.dtype in _CARRIERS else x.detach().float()
-    return round_to_format(wide, format, scale, overflow, key).to(x.dtype)
+        bits = _bits_for(wide, random_bits, None if seed is None else stream_key(seed))
+    how = Rounding(rounding, overflow, subnormals, bits)
+    return round_to_format(wide, format, how, scale, axis=axis, held=x.dtype).to(x.dtype)
 
 
 def check_rounding(rounding: str, overflow: str = "saturate") -> None:
@@ -171,130 +111,179 @@ def check_rounding(rounding: str, overflow: str = "saturate") -> None:
         raise ValueError(f"unknown overflow {overflow!r}; known: {', '.join(OVERFLOWS)}")
 
 
-def check_scale(scale: float | Tensor | str | None) -> None:
-    """Raise ValueError unless ``scale`` is None, "auto", a tensor or a positive finite number."""
-    if scale is None or isinstance(scale, Tensor) or scale == "auto":
+def check_scale(scale: Scale) -> None:
+    """Raise unless ``scale`` is None, "auto", a tensor or a positive finite number."""
+    if scale is None or isinstance(scale, Tensor) or (isinstance(scale, str) and scale == "auto"):
         return
+    wanted = 'scale must be None, "auto", a positive number or a tensor'
+    if not isinstance(scale, int | float | str) or isinstance(scale, bool):
+        raise TypeError(f"{wanted}, not {scale!r}")
     if isinstance(scale, str) or not 0 < scale < float("inf"):
-        raise ValueError(
-            f'scale must be None, "auto", a positive number or a tensor, not {scale!r}'
-        )
+        raise ValueError(f"{wanted}, not {scale!r}")
+
+
+def _check_values(x: Tensor, format: Format, scale: Scale) -> None:
+    if not format.has_nan and x.numel() and torch.aminmax(x)[0].isnan():
+        raise ValueError(f"the tensor holds NaN, and {format} has no NaN")
+    if isinstance(scale, Tensor):
+        wrong = scale[~((scale > 0) & scale.isfinite())]
+        if len(wrong):
+            raise ValueError(f"scale must be positive and finite, not {wrong[0].item()}")
+
+
+def _bits_for(x: Tensor, given: int | Tensor | None, key: Key | None) -> RandomBits:
+    """Return the random bits that ``quantize`` was asked for."""
+    most = CARRIERS[x.dtype].random_bits
+    if isinstance(given, Tensor):
+        if given.dtype not in _WORDS or given.shape != x.shape:
+            raise ValueError(
+                "random_bits as a tensor is uint8, int16 or int32 and of the shape of x, "
+                f"{tuple(x.shape)}, not {given.dtype} of shape {tuple(given.shape)}"
+            )
+        count = _WORDS[given.dtype]
+        return RandomBits(given.to(torch.int32) << (32 - count), min(count, most))
+    if given is None:
+        given = most
+    if not isinstance(given, int) or isinstance(given, bool):
+        raise TypeError(f"random_bits is a number of bits or an integer tensor, not {given!r}")
+    if not 1 <= given <= most:
+        raise ValueError(f"random_bits must lie in 1 ... {most} for {x.dtype}, not {given}")
+    assert key is not None
+    return RandomBits(random_bits(x, key), given)
 
 
 def round_to_format(
     x: Tensor,
-    format: FloatFormat,
-    scale: float | Tensor | str | None,
-    overflow: str,
-    key: Key | None,
+    format: Format,
+    how: Rounding,
+    scale: Scale = None,
+    *,
+    axis: int = -1,
+    held: torch.dtype | None = None,
 ) -> Tensor:
-    """Round a float32 or float64 tensor: to nearest, or stochastically where there is a ``key``.
+    """Round a float32 or float64 tensor; what :func:`quantize` does, without its checks.
 
-    What :func:`quantize` does, without its checks.
+    NaN stays NaN here in every format: a run that has diverged shows it.
+
+    Args:
+        held: the dtype that the result will be stored in, whose range limits it.
     """
-    traced = is_traced(x)
-    c = _constants(format, x.dtype, None) if traced else _cached(format, x.dtype, x.device)
-    if isinstance(scale, str):
-        return _round_to_own_scale(x, c, key, on_host=not traced and x.device.type == "cpu")
-    if scale is not None:
-        return round_to_format(x / scale, format, None, overflow, key).mul_(scale)
-    if overflow == "saturate":
-        return _round(x.clamp(-c.max, c.max), c, c.smallest_normal, key)
-    rounded = _round(x, c, c.smallest_normal, key)
-    beyond = torch.full_like(x, torch.inf if format.has_infinity else torch.nan).copysign_(x)
-    return torch.where(rounded.abs() > c.max, beyond, rounded)
+    held = held or x.dtype
+    if scale is not None and not isinstance(scale, str):
+        if isinstance(scale, Tensor):
+            scale = scale.to(x.dtype)
+        return round_to_format(x / scale, format, how, axis=axis).mul_(scale)
+    if isinstance(format, BlockFormat):
+        return _round_blocks(x, format, how, axis)
+    if scale is None:
+        return _round_unscaled(x, format, how, held)
+    return _round_to_own_scale(x, format, how, held)
 
 
-def _round_to_own_scale(x: Tensor, c: _Constants, key: Key | None, on_host: bool) -> Tensor:
+def _round_unscaled(
+    x: Tensor, format: FloatFormat | FixedFormat, how: Rounding, held: torch.dtype
+) -> Tensor:
+    grid = make_grid(format, x.dtype, held)
+    if grid is None:  # it has more exponents than float32
+        return _round_unscaled(x.double(), format, how, held).to(x.dtype)
+    return round_on_grid(x, grid, how)
+
+
+def _round_to_own_scale(
+    x: Tensor, format: FloatFormat | FixedFormat, how: Rounding, held: torch.dtype
+) -> Tensor:
     """Round with the smallest power of two s as scale for which ``max|x| ≤ s · max``.
 
-    A power-of-two scale moves nothing but the exponent below which values are subnormal. Values so
-    large that ``magic`` times them overflows the carrier are made smaller meanwhile, exactly.
+    Where the scaled grid fits the dtype of ``x``, nothing but its limits moves.
     """
-    if x.numel() == 0 or c.same_range:
-        return _round(x, c, c.tiny, key)
-    if on_host:  # reading the magnitude is cheaper than five 0-dim operations
+    if x.numel() == 0:
+        return x.clone()
+    exponent: Any
+    if is_traced(x) or x.device.type != "cpu":
+        exponent = _scale_exponent(torch.frexp(_largest_finite(x)), format)
+    else:  # reading the magnitude is cheaper than a handful of 0-dim operations
         low, high = torch.aminmax(x)
         largest = max(-low.item(), high.item())
-        if math.isnan(largest):
-            largest = _without_nan(x).abs().max().item()
-        normal = _scaled_normal(largest, c)
-        if largest < c.largest_binade:
-            return _round(x, c, normal, key)
-        return _round(x * _SHRINK, c, max(normal * _SHRINK, c.tiny), key).div_(_SHRINK)
-    magnitude = _without_nan(x).abs().max()
-    shrink = torch.where(magnitude < c.largest_binade, 1.0, _SHRINK).to(x.dtype)
-    normal_tensor = (_scaled_normal_of_tensor(magnitude, c) * shrink).clamp(min=c.tiny)
-    return _round(x * shrink, c, normal_tensor, key) / shrink
+        if not math.isfinite(largest):
+            largest = _largest_finite(x).item()
+        exponent = _scale_exponent(math.frexp(largest), format)
+        grid = make_grid(format, x.dtype, held, exponent)
+        if grid is not None:
+            return round_on_grid(x, grid, how)
+    scaled = _times_power(x, -exponent)
+    return _times_power(_round_unscaled(scaled, format, how, x.dtype), exponent)
 
 
-def _without_nan(x: Tensor) -> Tensor:
-    """Return ``x`` with zeros for NaN: one NaN must not make its neighbours subnormal."""
-    return torch.nan_to_num(x, nan=0.0, posinf=torch.inf, neginf=-torch.inf)
+def _largest_finite(x: Tensor, dim: int | None = None) -> Tensor:
+    """Return the largest magnitude that is neither infinite nor NaN."""
+    magnitudes = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
+    return magnitudes.max() if dim is None else magnitudes.amax(dim, keepdim=True)
 
 
-def _scaled_normal(largest: float, c: _Constants) -> float:
-    """Return s · smallest_normal for a tensor with this largest magnitude."""
-    if largest == 0:
-        return c.tiny
-    half_significand, exponent = math.frexp(largest)
-    if not math.isfinite(largest):
-        half_significand, exponent = 0.5, c.carrier_exponent + 2
-    scale_exponent = exponent - 1 - c.max_exponent + (2 * half_significand > c.max_significand)
-    return max(math.ldexp(c.smallest_normal, scale_exponent), c.tiny)
+def _scale_exponent(largest: Any, format: FloatFormat | FixedFormat) -> Any:
+    """Return the smallest k with ``largest ≤ 2^k · max``, given what ``frexp`` makes of it."""
+    (fraction, exponent), (top_fraction, top_exponent) = largest, math.frexp(format.max)
+    return exponent - top_exponent + (fraction > top_fraction)
 
 
-def _scaled_normal_of_tensor(largest: Tensor, c: _Constants) -> Tensor:
-    """Do the same on the bits: a significand beyond the format's carries into the exponent."""
-    carrier = _CARRIERS[largest.dtype]
-    carry = carrier.fraction_mask - int((c.max_significand - 1) * 2**carrier.fraction_bits)
-    shift = c.exponent_range << carrier.fraction_bits
-    exponent = ((largest.view(c.integer) + carry) & carrier.exponent_mask) - shift
-    return exponent.clamp(min=1 << carrier.fraction_bits).view(largest.dtype)
-
-
-def _round(x: Tensor, c: _Constants, smallest_normal: float | Tensor, key: Key | None) -> Tensor:
-    """Round ``x`` to the format's precision, with the given start of the subnormals.
-
-    Adding and subtracting a number whose unit in the last place is the format's spacing rounds to
-    nearest, ties to even. What that discarded is exact, and decides a stochastic step.
-    """
-    if c.same_range:
-        return _drop_bits(x, c, key)
-    binade = (x.view(c.integer) & c.exponent_mask).view(x.dtype)
-    if isinstance(smallest_normal, Tensor):
-        binade = torch.maximum(binade, smallest_normal).clamp_(max=c.largest_binade)
-    else:
-        binade = binade.clamp_(smallest_normal, c.largest_binade)
-    magic = binade.mul_(c.magic)
-    nearest = torch.add(x, magic).sub_(magic)
-    if key is not None:
-        discarded = x - nearest
-        spacing = (magic.view(c.integer) & c.exponent_mask).view(x.dtype).mul_(c.spacing)
-        moves = _uniform(x, key, c).mul_(spacing) < discarded.abs()
-        nearest = nearest + spacing.copysign_(discarded).mul_(moves)
-    return nearest.copysign_(x)
-
-
-def _uniform(x: Tensor, key: Key, c: _Constants) -> Tensor:
-    """Return values in (0, 1) of the shape and dtype of ``x``: midpoints of 2^random_bits steps."""
-    bits = random_bits(x, key) >> (32 - c.random_bits)
-    uniform = (bits.to(c.integer) & ((1 << c.random_bits) - 1)).to(x.dtype)
-    return uniform.add_(0.5).mul_(2.0**-c.random_bits)
-
-
-def _drop_bits(x: Tensor, c: _Constants, key: Key | None) -> Tensor:
-    """Round by integer addition, for a format with the carrier's exponent range (bf16 in float32).
-
-    Adding to the bit pattern carries from the fraction into the exponent, subnormals included.
-    """
-    if c.dropped_bits == 0:
+def _round_blocks(x: Tensor, format: BlockFormat, how: Rounding, axis: int) -> Tensor:
+    """Round blocks along an axis, each with its own scale."""
+    if x.numel() == 0:
         return x.clone()
-    bits = x.view(c.integer)
-    below = (1 << c.dropped_bits) - 1
-    if key is None:
-        increment = ((bits >> c.dropped_bits) & 1).add_(below >> 1)
-    else:
-        increment = random_bits(x, key) & below
-    rounded = (bits + increment).bitwise_and_(~below).view(x.dtype)
-    return torch.where(x.isfinite(), rounded, x)
+    bits = how.bits
+    if bits is not None:
+        bits = bits._replace(words=_to_blocks(bits.words, format, axis))
+    how = how._replace(overflow="saturate", bits=bits)
+    values = _to_blocks(x, format, axis)
+    exponent = _block_exponents(values, format)
+    rounded = _round_unscaled(_times_power(values, -exponent), format.element, how, x.dtype)
+    return _from_blocks(_times_power(rounded, exponent), x, axis)
+
+
+def _block_exponents(blocks: Tensor, format: BlockFormat) -> Tensor:
+    """Return the exponent of each block's scale, given blocks along the last dimension."""
+    largest = torch.frexp(_largest_finite(blocks, -1)).exponent - 1
+    limit = format.max_scale_exponent
+    return (largest - format.element.max_exponent).clamp_(-limit, limit)
+
+
+def _to_blocks(x: Tensor, format: BlockFormat, axis: int) -> Tensor:
+    """Return ``x`` with the axis as last two dimensions: blocks, the last padded with zeros."""
+    rows = x.reshape(1) if x.dim() == 0 else x.movedim(axis, -1)
+    padded = pad(rows, (0, -rows.shape[-1] % format.block_size))
+    return padded.unflatten(-1, (-1, format.block_size))
+
+
+def _from_blocks(blocks: Tensor, like: Tensor, axis: int) -> Tensor:
+    if like.dim() == 0:
+        return blocks.flatten()[0]
+    return blocks.flatten(-2)[..., : like.shape[axis]].movedim(-1, axis).contiguous()
+
+
+def in_range(x: Tensor, format: Format, scale: Scale) -> Tensor:
+    """Return which elements lie between the format's smallest and largest value, as scaled."""
+    if isinstance(scale, str):
+        if not isinstance(format, BlockFormat):
+            return x.isfinite()
+    elif scale is not None:
+        x = x / scale
+    if not isinstance(format, BlockFormat) or x.numel() == 0:
+        return (x >= format.min) & (x <= format.max)
+    blocks = _to_blocks(x, format, -1)
+    scaled = _times_power(blocks, -_block_exponents(blocks, format))
+    return _from_blocks(in_range(scaled, format.element, None), x, -1)
+
+
+def _times_power(x: Tensor, exponent: int | Tensor) -> Tensor:
+    """Return ``x · 2^exponent`` in two steps, since 2^exponent itself may be out of range."""
+    carrier = CARRIERS[x.dtype]
+    if not isinstance(exponent, Tensor):
+        half = exponent // 2
+        return (x * 2.0**half).mul_(2.0 ** (exponent - half))
+
+    def power(k: Tensor) -> Tensor:
+        return ((k + carrier.bias) << carrier.fraction_bits).view(x.dtype)
+
+    exponent = exponent.to(carrier.integer)
+    smaller = exponent >> 1
+    return (x * power(smaller)).mul_(power(exponent - smaller))

@@ -32,7 +32,7 @@ def test_a_precision_cannot_be_changed():
     "arguments, error, message",
     [
         ({"format": "fp17"}, ValueError, "unknown format 'fp17'; known formats: "),
-        ({"format": 16}, TypeError, "a format is a name or a FloatFormat, not 16"),
+        ({"format": 16}, TypeError, "a format is a name, a FloatFormat, .* not 16"),
         ({"rounding": "up!"}, ValueError, "unknown rounding 'up!'; known: near"),
         ({"overflow": "wrap"}, ValueError, "unknown overflow 'wrap'; known: saturate"),
         ({"scale": "huge"}, ValueError, "scale must be None, .* not 'huge'"),

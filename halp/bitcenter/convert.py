@@ -10,15 +10,16 @@ from torch import Tensor, nn
 from halp.bitcenter.dispatch import assign
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
-from halp.formats import FloatFormat
-from halp.precision import Precision, Scale
+from halp.formats import Format
+from halp.precision import Precision
+from halp.rounding import Scale
 
 _WIDE = (torch.float32, torch.float64)
 
 
 def bit_center(
     model: nn.Module,
-    format: str | FloatFormat = "fp16",
+    format: str | Format = "fp16",
     rounding: str = "near",
     *,
     scale: Scale = "auto",

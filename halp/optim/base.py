@@ -268,6 +268,10 @@ class LowPrecision(Solver):
         """Return what rounds the iterate and its momentum buffer."""
         raise NotImplementedError
 
+    def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
+        """Return the new iterate on its grid."""
+        return self._rounder(p)(iterate)
+
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         parameters, gradients = super()._gradients(group)
         if group["maximize"]:
@@ -290,7 +294,7 @@ class LowPrecision(Solver):
                     buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
                 self.state[p]["momentum_buffer"] = rounder(buffer)
                 direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-            iterate.copy_(rounder(iterate.sub(direction, alpha=lr)))
+            iterate.copy_(self._stored_iterate(p, iterate.sub(direction, alpha=lr)))
 
 
 def _check_not_negative(name: str, number: float | Tensor) -> None:

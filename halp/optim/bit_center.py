@@ -2,6 +2,7 @@
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -9,6 +10,7 @@ from torch import Tensor
 
 from halp.bitcenter import BitCenteredTensor
 from halp.bitcenter.offsets import Context
+from halp.formats import FixedFormat
 from halp.optim.base import Closure, LowPrecision
 from halp.optim.snapshots import SnapshotSolver
 from halp.precision import Rounder
@@ -181,17 +183,61 @@ class BitCenterSVRG(BitCenterSolver):
         buffers: ``model.buffers()``; they do not move in a snapshot.
         max_norm: v is scaled down to at most this norm over all parameters. (Clipping ``p.grad``
             would clip the delta alone.)
+        mu: of fixed-point formats: z of each parameter lies on multiples of ``‖g̃‖ / (mu · max)``,
+            the format's ``max`` being ``2^(b−1) − 1``, and saturates. In the paper (section 4) it
+            is the strong convexity of f: no optimum is further from w̃ than ‖g̃‖/μ. By default z is
+            scaled to its own magnitude at every update, as in floating point.
+
+    Raises:
+        ValueError: ``max_norm`` or ``mu`` is not positive, or there is a ``mu`` and the format is
+            not fixed-point.
     """
 
-    def __init__(self, *args: Any, max_norm: float | None = None, **options: Any) -> None:
-        if max_norm is not None and not max_norm > 0:
-            raise ValueError(f"max_norm must be positive or None, not {max_norm!r}")
+    def __init__(
+        self,
+        *args: Any,
+        max_norm: float | None = None,
+        mu: float | None = None,
+        **options: Any,
+    ) -> None:
+        for name, number in (("max_norm", max_norm), ("mu", mu)):
+            if number is not None and not 0 < number < float("inf"):
+                raise ValueError(f"{name} must be positive or None, not {number!r}")
         self.max_norm = max_norm
+        self.mu = mu
         super().__init__(*args, **options)
+
+    @property
+    def saturated(self) -> int:
+        """How many entries of z lay beyond their range in an update, in all steps together."""
+        return sum(state.get("saturated", 0) for state in self.state.values())
+
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        if self.mu is None:
+            return
+        for context in self._contexts():
+            format = context.precision.format
+            if not isinstance(format, FixedFormat):
+                raise ValueError(
+                    f"mu={self.mu} is for fixed-point formats, and {format} is not one"
+                )
 
     def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
         group = next(g for g in self.param_groups if any(q is p for q in g["params"]))
-        return self._rounder(p)(self._decayed(p, gradient, group)).to(p.delta.dtype)  # type: ignore[attr-defined]
+        gradient = self._decayed(p, gradient, group)
+        norm = gradient.norm().item()
+        if self.mu is not None and norm > 0:  # else the last scale stays
+            self.state[p]["scale"] = norm / (self.mu * p.context.precision.format.max)  # type: ignore[attr-defined]
+        return self._rounder(p)(gradient).to(p.delta.dtype)  # type: ignore[attr-defined]
+
+    def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
+        scale = self.state[p].get("scale")
+        if scale is not None:
+            inside = replace(p.context.precision, scale=scale).in_range(iterate)  # type: ignore[attr-defined]
+            beyond = iterate.numel() - int(inside.sum())
+            self.state[p]["saturated"] = self.state[p].get("saturated", 0) + beyond
+        return self._rounder(p)(iterate, scale)
 
     def _clip(self, gradients: list[Tensor]) -> None:
         if self.max_norm is None or not gradients:

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from halp.emulation import Emulation
-from halp.formats import FloatFormat
+from halp.formats import Format
 from halp.optim.base import Closure, FullPrecision, LowPrecision
-from halp.precision import Precision, Rounder, Scale
-from halp.rounding import round_to_format
+from halp.precision import Precision, Rounder
+from halp.rounding import Scale
 
 
 class SGD(FullPrecision):
@@ -34,7 +34,7 @@ class Emulated(LowPrecision):
     def __init__(
         self,
         *args: Any,
-        format: str | FloatFormat = "fp16",
+        format: str | Format = "fp16",
         rounding: str = "near",
         scale: Scale = None,
         seed: int = 0,
@@ -77,9 +77,7 @@ class Emulated(LowPrecision):
             return
         for p in self._parameters():
             if self._on_grid.get(p) != p._version:
-                p.copy_(
-                    round_to_format(p, precision.format, precision.scale, precision.overflow, None)
-                )
+                p.copy_(precision.nearest(p))
                 self._on_grid[p] = p._version
 
     def _solver_state(self) -> dict[str, Any]:

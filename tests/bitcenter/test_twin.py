@@ -97,17 +97,13 @@ class Twin:
         self.full_gradient: np.ndarray | None = None
 
     def round(self, x: np.ndarray, bits: int = 23) -> np.ndarray:
-        """Round to nearest; or away from there as often as what that discards is of a spacing."""
+        """Round to nearest; or away from zero as often as the way there is of a spacing."""
         position, self.position = self.position, self.position + 1
-        nearest = self.grid.round(x, self.scale)
         if self.rounding == "near":
-            return nearest
-        # The spacing is that of x: nearest may have gone up to the next binade.
-        spacing = self.grid.spacing(x, self.scale)
-        nearest = np.rint(x / spacing) * spacing
-        discarded = x - nearest
-        moves = uniform(x.size, position, bits).reshape(x.shape) * spacing < np.abs(discarded)
-        return nearest + np.where(moves, np.copysign(spacing, discarded), 0)
+            return self.grid.round(x, self.scale)
+        steps = np.abs(x) / self.grid.spacing(x, self.scale)
+        moves = uniform(x.size, position, bits).reshape(x.shape) <= steps - np.floor(steps)
+        return np.copysign((np.floor(steps) + moves) * self.grid.spacing(x, self.scale), x)
 
     def gradient_at_offset(self, x: np.ndarray, y: np.ndarray) -> np.ndarray:
         residual = float32(exact_product(x, self.offset.T) - y)

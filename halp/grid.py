@@ -1,0 +1,315 @@
+"""Rounding to the values of one format, exactly: a few passes of plain arithmetic.
+
+A rounded tensor keeps its wide dtype (its *carrier*): its values lie on the format's grid. There is
+no dtype round trip anywhere, since compilers remove those. Of the ways to write a step, those are
+taken that PyTorch vectorizes on a CPU: comparisons that give floats, never booleans or ``where``.
+"""
+
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from halp.formats import FixedFormat, FloatFormat
+from halp.random_bits import is_traced, row_length, shared_constants
+
+#: Rounding modes; "near" is to nearest with ties to even, "void" no rounding at all.
+ROUNDINGS = ("near", "near-away", "stoc", "zero", "up", "down", "void")
+#: Those that know no signs.
+_BY_MAGNITUDE = ("near-away", "stoc", "zero")
+#: What becomes of values beyond the format's range.
+OVERFLOWS = ("saturate", "inf")
+
+
+class Carrier(NamedTuple):
+    """Layout of the IEEE format that holds the values while they are rounded."""
+
+    dtype: torch.dtype
+    integer: torch.dtype
+    exponent_bits: int
+    fraction_bits: int
+    #: Random bits behind one stochastic decision.
+    random_bits: int
+
+    @property
+    def sign_mask(self) -> int:
+        """The sign bit, as a signed integer."""
+        return -1 << (self.exponent_bits + self.fraction_bits)
+
+    @property
+    def exponent_mask(self) -> int:
+        """The bits of the exponent, all set in infinity and NaN."""
+        return ((1 << self.exponent_bits) - 1) << self.fraction_bits
+
+    @property
+    def bias(self) -> int:
+        """What is subtracted from the exponent field."""
+        return (1 << (self.exponent_bits - 1)) - 1
+
+
+CARRIERS = {
+    torch.float32: Carrier(torch.float32, torch.int32, 8, 23, random_bits=23),
+    torch.float64: Carrier(torch.float64, torch.int64, 11, 52, random_bits=32),
+}
+
+
+class RandomBits(NamedTuple):
+    """What decides stochastic steps: of each element's 32-bit word the top ``bits`` bits."""
+
+    #: int32, of the shape of what is rounded; rounding uses their memory up.
+    words: Tensor
+    bits: int
+
+    def top(self, bits: int, dtype: torch.dtype) -> Tensor:
+        """Return the top bits of each word as an integer, at most ``bits``."""
+        return (self.words >> (32 - bits)).to(dtype).bitwise_and_((1 << bits) - 1)
+
+    def midpoints(self, dtype: torch.dtype) -> Tensor:
+        """Return ``(R + 1/2) / 2^bits`` for the top bits R of each word."""
+        number = self.words.bitwise_right_shift_(32 - self.bits)
+        if self.bits < 32:
+            number = number.bitwise_and_((1 << self.bits) - 1).to(dtype)
+        else:
+            number = number.to(dtype).remainder_(2.0**32)
+        return number.add_(0.5).mul_(2.0**-self.bits)
+
+
+class Rounding(NamedTuple):
+    """How to round: one of ROUNDINGS but "void", and what goes with it."""
+
+    mode: str = "near"
+    overflow: str = "saturate"
+    #: False turns subnormal results into zeros.
+    subnormals: bool = True
+    #: Of "stoc".
+    bits: RandomBits | None = None
+
+
+class Grid(NamedTuple):
+    """The values of a format times a power of two, and how to find them in a carrier."""
+
+    carrier: Carrier
+    fraction_bits: int
+    #: Between them the spacing is that of each value's binade; outside it is constant.
+    smallest_normal: float
+    top_binade: float
+    #: Largest magnitude, and the range as far as the result's dtype can hold it.
+    max: float
+    lowest: float
+    highest: float
+    #: What overflow becomes that does not saturate; None where it always does.
+    beyond: float | None
+    has_negative_zero: bool
+    #: Whether the exponent range is the carrier's: dropping bits is all there is to do.
+    drops_bits: bool
+
+    @property
+    def is_uniform(self) -> bool:
+        """Whether all values have the same spacing."""
+        return self.smallest_normal == self.top_binade
+
+
+def _make_grid(
+    format: FloatFormat | FixedFormat, dtype: torch.dtype, result: torch.dtype, exponent: int
+) -> Grid:
+    carrier, scale, held = CARRIERS[dtype], 2.0**exponent, torch.finfo(result)
+    is_float = isinstance(format, FloatFormat)
+    fraction_bits = format.fraction_bits if is_float else 0
+    largest = held.max
+    if held.eps < 2.0**-fraction_bits:
+        largest = (2 - 2.0**-fraction_bits) * 2.0 ** (math.frexp(held.max)[1] - 1)
+    normal, top = format.smallest_normal * scale, 2.0**format.max_exponent * scale
+    return Grid(
+        carrier=carrier,
+        fraction_bits=fraction_bits,
+        smallest_normal=normal,
+        top_binade=top if is_float else normal,
+        max=format.max * scale,
+        lowest=max(format.min * scale, -largest),
+        highest=min(format.max * scale, largest),
+        beyond=torch.inf if format.has_infinity else torch.nan if format.has_nan else None,
+        has_negative_zero=format.has_negative_zero,
+        drops_bits=_has_range_of(format, carrier) and exponent == 0,
+    )
+
+
+_cached_grid = lru_cache(maxsize=4096)(_make_grid)
+
+
+def make_grid(
+    format: FloatFormat | FixedFormat, dtype: torch.dtype, result: torch.dtype, exponent: int = 0
+) -> Grid | None:
+    """Return the grid ``2^exponent · format`` for rounding in ``dtype``, stored as ``result``.
+
+    None where ``dtype`` has too few exponents for it.
+    """
+    carrier = CARRIERS[dtype]
+    spacing = format.smallest_normal * 2.0**-format.fraction_bits
+    finest, coarsest = math.frexp(spacing)[1] - 1 + exponent, format.max_exponent + exponent
+    if _has_range_of(format, carrier) and exponent == 0:
+        finest = 1 - carrier.bias
+    if finest < 1 - carrier.bias or coarsest > carrier.bias:
+        return None
+    make = _make_grid if torch.compiler.is_dynamo_compiling() else _cached_grid
+    return make(format, dtype, result, exponent)
+
+
+def _has_range_of(format: FloatFormat | FixedFormat, carrier: Carrier) -> bool:
+    return (
+        isinstance(format, FloatFormat)
+        and format.has_infinity
+        and (format.exponent_bits, format.bias) == (carrier.exponent_bits, carrier.bias)
+    )
+
+
+def round_on_grid(x: Tensor, grid: Grid, how: Rounding) -> Tensor:
+    """Return ``x``, of the grid's carrier dtype, rounded to a value of the grid.
+
+    The spacing of the values around each element is a power of two, so that dividing by it and
+    multiplying by it again is exact: what is rounded in between is an integer.
+    """
+    if is_traced(x) and how.bits is not None and x.is_contiguous():
+        length = row_length(x.numel())
+        if x.dim() != 2 and x.numel() % length == 0:  # a compiler sees the rows of the random bits
+            rows = RandomBits(how.bits.words.view(-1, length), how.bits.bits)
+            how = how._replace(bits=rows)
+            return round_on_grid(x.view(-1, length), grid, how).view(x.shape)
+    if grid.drops_bits:
+        return _drop_bits(x, grid, how)
+    threshold: float | Tensor = 0.5
+    if how.bits is not None:
+        threshold = how.bits.midpoints(x.dtype)
+    spacing = grid.smallest_normal if grid.is_uniform else _spacing(x, grid, how.bits)
+    steps = _round_to_integer(x / spacing, x, grid, how.mode, threshold)
+    if not how.subnormals:
+        steps.mul_(steps.abs().ge_(2.0**grid.fraction_bits))
+    rounded = steps.mul_(spacing)
+    saturates = how.overflow == "saturate" or grid.beyond is None
+    if how.mode in _BY_MAGNITUDE:
+        if saturates and grid.lowest == -grid.highest and grid.has_negative_zero:
+            return _copy_sign(rounded.clamp_(max=grid.highest), x, grid)
+        rounded = _copy_sign(rounded, x, grid)
+    if saturates:
+        rounded.clamp_(grid.lowest, grid.highest)
+    else:
+        rounded = _overflow(rounded, x, grid, how.mode)
+    return rounded if grid.has_negative_zero else rounded.add_(0.0)
+
+
+def _spacing(x: Tensor, grid: Grid, used: RandomBits | None) -> Tensor:
+    """Return the distance between the grid's values in each element's binade.
+
+    Memory that was used already is in the processor's cache.
+    """
+    carrier = grid.carrier
+    shift = carrier.fraction_bits
+    low, high = (
+        (math.frexp(binade)[1] - 1 + carrier.bias) << shift
+        for binade in (grid.smallest_normal, grid.top_binade)
+    )
+    mask, step = carrier.exponent_mask, grid.fraction_bits << shift
+    if not is_traced(x):
+        mask, step = shared_constants((mask, step), carrier.integer, x.device)  # type: ignore[assignment]
+    # In integers: clamping floats takes longer, for the sake of NaN.
+    pattern, out = x.view(carrier.integer), None
+    if used is not None and used.words.dtype == carrier.integer and not is_traced(x):
+        out = used.words
+    return torch.bitwise_and(pattern, mask, out=out).clamp_(low, high).sub_(step).view(x.dtype)
+
+
+def _round_to_integer(
+    y: Tensor, x: Tensor, grid: Grid, mode: str, threshold: float | Tensor
+) -> Tensor:
+    """Round ``y``, which has the sign of ``x``, in place; in some modes, its magnitude only."""
+    match mode:
+        case "near":
+            return y.round_()
+        case "up":
+            return _nonzero(y, x, grid).ceil_()
+        case "down":
+            return _nonzero(y, x, grid).floor_()
+    y.abs_()
+    if mode == "zero":
+        return y.floor_()
+    rest = y.frac()
+    return y.floor_().add_(rest.ge_(threshold))
+
+
+def _copy_sign(magnitude: Tensor, x: Tensor, grid: Grid) -> Tensor:
+    integer = grid.carrier.integer
+    sign = x.view(integer) & grid.carrier.sign_mask
+    return magnitude.view(integer).bitwise_or_(sign).view(x.dtype)
+
+
+def _nonzero(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
+    """Return ``y`` where it has not underflowed, else a small number with the sign of ``x``.
+
+    Read from bits: with ``torch.set_flush_denormal`` a subnormal is equal to zero.
+    """
+    magnitude = x.view(grid.carrier.integer) & ~grid.carrier.sign_mask
+    least = magnitude.clamp_(max=1).to(y.dtype).mul_(2.0**-30)
+    return torch.maximum(y.abs_(), least).copysign_(x)
+
+
+def _overflow(y: Tensor, x: Tensor, grid: Grid, mode: str) -> Tensor:
+    """Replace what is beyond the range, as IEEE 754 does (section 7.4)."""
+    stays = {"zero": (-grid.max, grid.max), "down": (None, grid.max), "up": (-grid.max, None)}
+    if mode in stays:
+        y = torch.where(x.isinf(), y, y.clamp(*stays[mode]))
+    assert grid.beyond is not None
+    return torch.where(y.abs() > grid.max, torch.full_like(y, grid.beyond).copysign_(y), y)
+
+
+def _drop_bits(x: Tensor, grid: Grid, how: Rounding) -> Tensor:
+    """Round by integer addition, for a format with the carrier's exponent range (bf16 in float32).
+
+    Adding to the bit pattern carries from the fraction into the exponent, subnormals included.
+    """
+    carrier = grid.carrier
+    pattern = x.view(carrier.integer)
+    magnitude = pattern & ~carrier.sign_mask
+    dropped = carrier.fraction_bits - grid.fraction_bits
+    if dropped <= 0:
+        rounded = magnitude.clone()
+    else:
+        below = (1 << dropped) - 1
+        rounded = magnitude + _increment(pattern, dropped, carrier, how)
+        rounded.bitwise_and_(~below)
+    if not how.subnormals:
+        rounded.mul_(rounded.clone().ge_(1 << carrier.fraction_bits))
+    if how.overflow == "saturate":
+        fraction, exponent = math.frexp(grid.highest)
+        rounded.clamp_(
+            max=((exponent - 1 + carrier.bias) << carrier.fraction_bits)
+            + int((2 * fraction - 1) * 2**carrier.fraction_bits)
+        )
+    nan = magnitude.clone().gt_(carrier.exponent_mask).mul_(magnitude)
+    return torch.maximum(rounded, nan).bitwise_or_(pattern & carrier.sign_mask).view(x.dtype)
+
+
+def _increment(pattern: Tensor, dropped: int, carrier: Carrier, how: Rounding) -> Tensor | int:
+    """Return what to add to a magnitude so that dropping its last bits rounds it."""
+    below, half = (1 << dropped) - 1, 1 << (dropped - 1)
+    match how.mode:
+        case "near":
+            return ((pattern >> dropped) & 1).add_(half - 1)
+        case "near-away":
+            return half
+        case "zero":
+            return 0
+    sign = pattern >> (carrier.exponent_bits + carrier.fraction_bits)  # all ones or all zeros
+    match how.mode:
+        case "up":
+            return ~sign & below
+        case "down":
+            return sign & below
+    bits = how.bits
+    assert bits is not None
+    if bits.bits >= dropped:
+        return bits.top(dropped, carrier.integer)
+    # The midpoints of 2^bits equal steps.
+    return (bits.top(bits.bits, carrier.integer) << (dropped - bits.bits)) + (
+        1 << (dropped - bits.bits - 1)
+    )
