@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 
-from halp.random_bits import random_bits, stream_key
+from halp.random_bits import random_bits, row_length, stream_key
 
 N = 1 << 16
 #: Chance deviations stay below this many standard errors in each of some thousand comparisons.
@@ -125,25 +125,57 @@ def test_the_same_key_gives_the_same_bits_without_moving_the_global_generator():
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_the_bits_are_those_of_the_documented_hash():
+def triple32(index: np.ndarray, first: np.uint32, second: np.uint32) -> np.ndarray:
     """triple32 in NumPy, the second key word after the first multiplication."""
+    x = index.astype(np.uint32) ^ first
+    x ^= x >> np.uint32(17)
+    x *= np.uint32(0xED5AD4BB)
+    x ^= second
+    x ^= x >> np.uint32(11)
+    x *= np.uint32(0xAC4C1B51)
+    x ^= x >> np.uint32(15)
+    x *= np.uint32(0x31848BAB)
+    return x ^ (x >> np.uint32(14))
 
-    def hash(index, first, second):
-        x = index ^ first
-        x ^= x >> np.uint32(17)
-        x *= np.uint32(0xED5AD4BB)
-        x ^= second
-        x ^= x >> np.uint32(11)
-        x *= np.uint32(0xAC4C1B51)
-        x ^= x >> np.uint32(15)
-        x *= np.uint32(0x31848BAB)
-        return x ^ (x >> np.uint32(14))
 
+def test_the_bits_are_those_of_the_documented_hash():
     rng = np.random.default_rng(0)
     for first, second in rng.integers(0, 2**32, (20, 2), dtype=np.uint32):
         ours = random_bits(torch.empty(1000), (int(first), int(second)))
-        expected = hash(np.arange(1000, dtype=np.uint32), first, second)
+        expected = triple32(np.arange(1000), first, second)
         assert (ours.numpy().view(np.uint32) == expected).all()
+
+
+@pytest.mark.parametrize("count, length", [(1025, 1024), (4096, 1024), (7840, 1120), (10**6, 8000)])
+def test_those_of_large_tensors_are_products_of_rows_and_columns(count, length):
+    """Rows of the largest length that divides the count and 2¹⁰·3²·5³·7, if that is at least 64."""
+    assert row_length(count) == length
+    rng, rows = np.random.default_rng(1), -(-count // length)
+    for first, second in rng.integers(0, 2**32, (5, 2), dtype=np.uint32):
+        hashes = triple32(np.arange(length + 2 * rows), first, second)
+        b, a, c = np.split(hashes, [length, length + rows])
+        expected = ((a[:, None] + b) * (c | np.uint32(1))[:, None]).ravel()[:count]
+        expected ^= expected >> np.uint32(15)
+        ours = random_bits(torch.empty(count), (int(first), int(second)))
+        assert (ours.numpy().view(np.uint32) == expected).all()
+
+
+@pytest.mark.parametrize("count", [65536, 65537, 7840 * 9])
+def test_sums_over_rows_and_columns_are_those_of_independent_words(count):
+    """What a rounding error that repeats along a dimension adds up to."""
+    length = row_length(count)
+    whole = count // length * length
+    for axis in (0, 1):
+        sums = np.concatenate(
+            [
+                (words((5, step), count)[:whole].reshape(-1, length) / 2**32 - 0.5).sum(axis)
+                for step in range(20)
+            ]
+        )
+        terms = (whole // length, length)[axis]
+        ratio = sums.var() / (terms / 12)
+        assert abs(ratio - 1) < 6 * np.sqrt(2 / len(sums))
+        assert abs(sums.mean()) < 5 * np.sqrt(terms / 12 / len(sums))
 
 
 @pytest.mark.parametrize("numbers", list(STREAMS.values()), ids=NAMES)

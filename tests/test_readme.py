@@ -13,7 +13,7 @@ import pytest
 import compare_runs
 import run_models
 from halp import formats
-from halp.rounding import ROUNDINGS
+from halp.grid import ROUNDINGS
 from settings import make_parser, parse
 from tables import DATASETS, MODELS, SOLVERS
 
@@ -31,7 +31,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 
 def test_there_are_commands_and_an_example():
     assert len(COMMANDS) >= 6
-    assert len(blocks("python")) == 1
+    assert len(blocks("python")) == 2
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -50,6 +50,12 @@ def test_every_command_works(command, tmp_path, request):
             assert run_models.main([*flags, *REDUCED]) == 0
         case "python", ["exp_script/compare_runs.py", *flags]:
             assert compare_runs.main([*flags, *REDUCED, f"--output={tmp_path}"]) == 0
+        case "python", ["-m", "halp.formats"]:
+            call = [sys.executable, *arguments]
+            done = subprocess.run(call, capture_output=True, text=True, check=True)
+            assert "fp8_e4m3" in done.stdout and not done.stderr
+        case "python", ["exp_script/reproduce_paper.py", *_]:
+            pass  # tests/exp_script/test_reproduce_paper.py runs it
         case "python", [benchmark] if benchmark.startswith("benchmarks/"):
             call = [sys.executable, benchmark, "--rounds=1"]
             done = subprocess.run(
@@ -65,7 +71,7 @@ def test_every_command_works(command, tmp_path, request):
 
 
 def test_the_example_trains_a_model(tmp_path):
-    (example,) = blocks("python")
+    (example,) = (block for block in blocks("python") if "optimizer" in block)
     done = subprocess.run(
         [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
     )
@@ -75,6 +81,11 @@ def test_the_example_trains_a_model(tmp_path):
     assert losses[-1] < losses[0]
     accuracy = re.search(r"test accuracy (\S+)%", done.stdout)
     assert accuracy is not None and float(accuracy[1]) > 85
+
+
+def test_the_example_of_formats_runs():
+    (example,) = (block for block in blocks("python") if "optimizer" not in block)
+    exec(example, {})
 
 
 def test_the_table_of_flags_is_that_of_the_parser():
@@ -91,7 +102,7 @@ def test_the_table_of_flags_is_that_of_the_parser():
     "name", [*SOLVERS, *MODELS, *DATASETS, *formats.names(), *ROUNDINGS], ids=str
 )
 def test_everything_that_can_be_chosen_is_in_the_readme(name):
-    assert f"`{name}`" in README
+    assert re.search(rf"`([^`]*[^`\w-])?{name}([^`\w-][^`]*)?`", README)
 
 
 def test_files_that_it_refers_to_exist():

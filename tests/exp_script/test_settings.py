@@ -143,6 +143,8 @@ def test_cuda_without_a_gpu_is_refused(monkeypatch):
         ("--rounding=sideways", "unknown rounding 'sideways': choose near, "),
         ("--scale=big", "none, auto or a positive number, not 'big'"),
         ("--scale=0", "none, auto or positive, not 0.0"),
+        ("--mu=0", "it must be a positive finite number, not 0.0"),
+        ("--mu=0.1", "is for --solver=bc-svrg in fixed point (--format=fixed8), not for"),
         ("--offset-dtype=float16", "'float32'"),
         ("--learning-rate=1", "--learning-rate=1"),
         ("--n-epoch=1", "--n-epoch=1"),
