@@ -113,6 +113,8 @@ class LongRun:
     #: What goes to ``bit_center``, or to the low-precision solver, as pairs.
     precision: tuple = ()
     momentum: float = field(default=0.0)
+    #: Of fixed-point HALP.
+    mu: float | None = None
 
 
 def orders(problem: LeastSquares | Digits) -> numpy.ndarray:
@@ -133,6 +135,8 @@ def gradient_norms(run: LongRun) -> numpy.ndarray:
     options = {"T": problem.T, "momentum": run.momentum, "weight_decay": problem.weight_decay}
     if run.solver == "BitCenterSVRG":
         halp.bit_center(model, offset_dtype=torch.float64, **precision)
+        if run.mu is not None:
+            options["mu"] = run.mu
     else:
         model.double()
         options.update(precision)

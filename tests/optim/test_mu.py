@@ -123,7 +123,7 @@ def test_without_mu_z_is_scaled_to_itself():
 
 def test_a_resumed_run_has_the_scales_and_counts(tmp_path):
     runs = [make(mu=50.0, lr=1.0) for _ in range(2)]
-    for model, optimizer, closure in runs[:1]:
+    for _, optimizer, closure in runs[:1]:
         optimizer.step(closure)
         torch.save(optimizer.state_dict(), tmp_path / "state.pt")
         optimizer.step(closure)
