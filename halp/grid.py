@@ -95,6 +95,10 @@ class Grid(NamedTuple):
     #: Between them the spacing is that of each value's binade; outside it is constant.
     smallest_normal: float
     top_binade: float
+    #: Their bit patterns, and what is subtracted from a binade's pattern to give its spacing's.
+    low: int
+    high: int
+    step: int
     #: Largest magnitude, and the range as far as the result's dtype can hold it.
     max: float
     lowest: float
@@ -126,6 +130,9 @@ def _make_grid(
         fraction_bits=fraction_bits,
         smallest_normal=normal,
         top_binade=top if is_float else normal,
+        low=(math.frexp(normal)[1] - 1 + carrier.bias) << carrier.fraction_bits,
+        high=(math.frexp(top)[1] - 1 + carrier.bias) << carrier.fraction_bits,
+        step=fraction_bits << carrier.fraction_bits,
         max=format.max * scale,
         lowest=max(format.min * scale, -largest),
         highest=min(format.max * scale, largest),
@@ -135,7 +142,20 @@ def _make_grid(
     )
 
 
-_cached_grid = lru_cache(maxsize=4096)(_make_grid)
+def _grid_if_it_fits(
+    format: FloatFormat | FixedFormat, dtype: torch.dtype, result: torch.dtype, exponent: int
+) -> Grid | None:
+    carrier = CARRIERS[dtype]
+    spacing = format.smallest_normal * 2.0**-format.fraction_bits
+    finest, coarsest = math.frexp(spacing)[1] - 1 + exponent, format.max_exponent + exponent
+    if _has_range_of(format, carrier) and exponent == 0:
+        finest = 1 - carrier.bias
+    if finest < 1 - carrier.bias or coarsest > carrier.bias:
+        return None
+    return _make_grid(format, dtype, result, exponent)
+
+
+_cached_grid = lru_cache(maxsize=4096)(_grid_if_it_fits)
 
 
 def make_grid(
@@ -145,15 +165,9 @@ def make_grid(
 
     None where ``dtype`` has too few exponents for it.
     """
-    carrier = CARRIERS[dtype]
-    spacing = format.smallest_normal * 2.0**-format.fraction_bits
-    finest, coarsest = math.frexp(spacing)[1] - 1 + exponent, format.max_exponent + exponent
-    if _has_range_of(format, carrier) and exponent == 0:
-        finest = 1 - carrier.bias
-    if finest < 1 - carrier.bias or coarsest > carrier.bias:
-        return None
-    make = _make_grid if torch.compiler.is_dynamo_compiling() else _cached_grid
-    return make(format, dtype, result, exponent)
+    if torch.compiler.is_dynamo_compiling():
+        return _grid_if_it_fits(format, dtype, result, exponent)
+    return _cached_grid(format, dtype, result, exponent)
 
 
 def _has_range_of(format: FloatFormat | FixedFormat, carrier: Carrier) -> bool:
@@ -164,13 +178,15 @@ def _has_range_of(format: FloatFormat | FixedFormat, carrier: Carrier) -> bool:
     )
 
 
-def round_on_grid(x: Tensor, grid: Grid, how: Rounding) -> Tensor:
+def round_on_grid(x: Tensor, grid: Grid, how: Rounding, fits: bool = False) -> Tensor:
     """Return ``x``, of the grid's carrier dtype, rounded to a value of the grid.
+
+    ``fits`` says that nothing in ``x`` lies beyond the range.
 
     The spacing of the values around each element is a power of two, so that dividing by it and
     multiplying by it again is exact: what is rounded in between is an integer.
     """
-    if is_traced(x) and how.bits is not None and x.is_contiguous():
+    if how.bits is not None and is_traced(x) and x.is_contiguous():
         length = row_length(x.numel())
         if x.dim() != 2 and x.numel() % length == 0:  # a compiler sees the rows of the random bits
             rows = RandomBits(how.bits.words.view(-1, length), how.bits.bits)
@@ -186,6 +202,8 @@ def round_on_grid(x: Tensor, grid: Grid, how: Rounding) -> Tensor:
     if not how.subnormals:
         steps.mul_(steps.abs().ge_(2.0**grid.fraction_bits))
     rounded = steps.mul_(spacing)
+    if fits and how.mode == "near" and grid.has_negative_zero:
+        return rounded
     saturates = how.overflow == "saturate" or grid.beyond is None
     if how.mode in _BY_MAGNITUDE:
         if saturates and grid.lowest == -grid.highest and grid.has_negative_zero:
@@ -204,19 +222,18 @@ def _spacing(x: Tensor, grid: Grid, used: RandomBits | None) -> Tensor:
     Memory that was used already is in the processor's cache.
     """
     carrier = grid.carrier
-    shift = carrier.fraction_bits
-    low, high = (
-        (math.frexp(binade)[1] - 1 + carrier.bias) << shift
-        for binade in (grid.smallest_normal, grid.top_binade)
-    )
-    mask, step = carrier.exponent_mask, grid.fraction_bits << shift
-    if not is_traced(x):
-        mask, step = shared_constants((mask, step), carrier.integer, x.device)  # type: ignore[assignment]
+    mask: int | Tensor = carrier.exponent_mask
+    step: int | Tensor = grid.step
+    traced = is_traced(x)
+    if not traced:
+        mask, step = shared_constants((mask, step), carrier.integer, x.device)
+    pattern = x.view(carrier.integer)
+    if used is not None and used.words.dtype == carrier.integer and not traced:
+        binade = torch.bitwise_and(pattern, mask, out=used.words)
+    else:
+        binade = pattern & mask
     # In integers: clamping floats takes longer, for the sake of NaN.
-    pattern, out = x.view(carrier.integer), None
-    if used is not None and used.words.dtype == carrier.integer and not is_traced(x):
-        out = used.words
-    return torch.bitwise_and(pattern, mask, out=out).clamp_(low, high).sub_(step).view(x.dtype)
+    return binade.clamp_(grid.low, grid.high).sub_(step).view(x.dtype)
 
 
 def _round_to_integer(

@@ -4,6 +4,7 @@ Scales and blocks, on top of :mod:`halp.grid`. Scales that are powers of two mov
 """
 
 import math
+from functools import cache
 from typing import Any, TypeAlias
 
 import torch
@@ -204,12 +205,13 @@ def _round_to_own_scale(
     else:  # reading the magnitude is cheaper than a handful of 0-dim operations
         low, high = torch.aminmax(x)
         largest = max(-low.item(), high.item())
-        if not math.isfinite(largest):
+        fits = largest < math.inf
+        if not fits:
             largest = _largest_finite(x).item()
         exponent = _scale_exponent(math.frexp(largest), format)
         grid = make_grid(format, x.dtype, held, exponent)
         if grid is not None:
-            return round_on_grid(x, grid, how)
+            return round_on_grid(x, grid, how, fits)
     scaled = _times_power(x, -exponent)
     return _times_power(_round_unscaled(scaled, format, how, x.dtype), exponent)
 
@@ -220,9 +222,21 @@ def _largest_finite(x: Tensor, dim: int | None = None) -> Tensor:
     return magnitudes.max() if dim is None else magnitudes.amax(dim, keepdim=True)
 
 
+def _largest_value(format: FloatFormat | FixedFormat) -> tuple[float, int]:
+    """Return what ``frexp`` makes of a format's largest value."""
+    if torch.compiler.is_dynamo_compiling():
+        return math.frexp(format.max)
+    return _cached_largest_value(format)
+
+
+@cache
+def _cached_largest_value(format: FloatFormat | FixedFormat) -> tuple[float, int]:
+    return math.frexp(format.max)
+
+
 def _scale_exponent(largest: Any, format: FloatFormat | FixedFormat) -> Any:
     """Return the smallest k with ``largest ≤ 2^k · max``, given what ``frexp`` makes of it."""
-    (fraction, exponent), (top_fraction, top_exponent) = largest, math.frexp(format.max)
+    (fraction, exponent), (top_fraction, top_exponent) = largest, _largest_value(format)
     return exponent - top_exponent + (fraction > top_fraction)
 
 
