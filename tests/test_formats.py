@@ -201,7 +201,7 @@ def test_an_unknown_name_is_answered_with_the_known_ones(name):
 
 @pytest.mark.parametrize("wrong", [16, None, torch.float16, b"fp16", FloatFormat])
 def test_what_is_no_name_is_refused(wrong):
-    with pytest.raises(TypeError, match="a format is a name or a .*, not"):
+    with pytest.raises(TypeError, match="a format is a name.*, not"):
         formats.get(wrong)
 
 
