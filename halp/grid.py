@@ -118,12 +118,10 @@ class Grid(NamedTuple):
 def _make_grid(
     format: FloatFormat | FixedFormat, dtype: torch.dtype, result: torch.dtype, exponent: int
 ) -> Grid:
-    carrier, scale, held = CARRIERS[dtype], 2.0**exponent, torch.finfo(result)
+    carrier, scale = CARRIERS[dtype], 2.0**exponent
     is_float = isinstance(format, FloatFormat)
     fraction_bits = format.fraction_bits if is_float else 0
-    largest = held.max
-    if held.eps < 2.0**-fraction_bits:
-        largest = (2 - 2.0**-fraction_bits) * 2.0 ** (math.frexp(held.max)[1] - 1)
+    largest = _largest_held(format, result, scale)
     normal, top = format.smallest_normal * scale, 2.0**format.max_exponent * scale
     return Grid(
         carrier=carrier,
@@ -134,12 +132,32 @@ def _make_grid(
         high=(math.frexp(top)[1] - 1 + carrier.bias) << carrier.fraction_bits,
         step=fraction_bits << carrier.fraction_bits,
         max=format.max * scale,
-        lowest=max(format.min * scale, -largest),
-        highest=min(format.max * scale, largest),
+        lowest=-min(_held_below(-format.min * scale, result), largest),
+        highest=min(_held_below(format.max * scale, result), largest),
         beyond=torch.inf if format.has_infinity else torch.nan if format.has_nan else None,
         has_negative_zero=format.has_negative_zero,
         drops_bits=_has_range_of(format, carrier) and exponent == 0,
     )
+
+
+def _largest_held(format: FloatFormat | FixedFormat, dtype: torch.dtype, scale: float) -> float:
+    """Return the largest number of ``dtype`` that is a value of the scaled format but for range."""
+    held = torch.finfo(dtype)
+    if isinstance(format, FixedFormat):
+        step = format.smallest_normal * scale
+        return held.max // step * step
+    if held.eps >= 2.0**-format.fraction_bits:
+        return held.max
+    return (2 - 2.0**-format.fraction_bits) * 2.0 ** (math.frexp(held.max)[1] - 1)
+
+
+def _held_below(value: float, dtype: torch.dtype) -> float:
+    """Return the largest number of ``dtype`` up to ``value``."""
+    if value > torch.finfo(dtype).max:
+        return torch.finfo(dtype).max
+    fraction, exponent = math.frexp(value)
+    digits = 2 / torch.finfo(dtype).eps
+    return math.ldexp(math.floor(fraction * digits) / digits, exponent)
 
 
 def _grid_if_it_fits(
@@ -213,7 +231,9 @@ def round_on_grid(x: Tensor, grid: Grid, how: Rounding, fits: bool = False) -> T
         rounded.clamp_(grid.lowest, grid.highest)
     else:
         rounded = _overflow(rounded, x, grid, how.mode)
-    return rounded if grid.has_negative_zero else rounded.add_(0.0)
+    if grid.has_negative_zero:
+        return rounded
+    return rounded.add_(rounded - rounded if is_traced(x) else 0.0)  # compilers drop adding 0
 
 
 def _spacing(x: Tensor, grid: Grid, used: RandomBits | None) -> Tensor:
@@ -244,9 +264,9 @@ def _round_to_integer(
         case "near":
             return y.round_()
         case "up":
-            return _nonzero(y, x, grid).ceil_()
+            return keep_nonzero(y, x, 2.0**-30).ceil_()
         case "down":
-            return _nonzero(y, x, grid).floor_()
+            return keep_nonzero(y, x, 2.0**-30).floor_()
     y.abs_()
     if mode == "zero":
         return y.floor_()
@@ -260,19 +280,21 @@ def _copy_sign(magnitude: Tensor, x: Tensor, grid: Grid) -> Tensor:
     return magnitude.view(integer).bitwise_or_(sign).view(x.dtype)
 
 
-def _nonzero(y: Tensor, x: Tensor, grid: Grid) -> Tensor:
-    """Return ``y`` where it has not underflowed, else a small number with the sign of ``x``.
+def keep_nonzero(y: Tensor, x: Tensor, least: float) -> Tensor:
+    """Return ``y``, made from ``x``, but at least so far from zero where ``x`` is not zero.
 
     Read from bits: with ``torch.set_flush_denormal`` a subnormal is equal to zero.
     """
-    magnitude = x.view(grid.carrier.integer) & ~grid.carrier.sign_mask
-    least = magnitude.clamp_(max=1).to(y.dtype).mul_(2.0**-30)
-    return torch.maximum(y.abs_(), least).copysign_(x)
+    carrier = CARRIERS[x.dtype]
+    magnitude = x.view(carrier.integer) & ~carrier.sign_mask
+    floor = magnitude.clamp_(max=1).to(y.dtype).mul_(least)
+    return torch.maximum(y.abs_(), floor).copysign_(x)
 
 
 def _overflow(y: Tensor, x: Tensor, grid: Grid, mode: str) -> Tensor:
     """Replace what is beyond the range, as IEEE 754 does (section 7.4)."""
-    stays = {"zero": (-grid.max, grid.max), "down": (None, grid.max), "up": (-grid.max, None)}
+    low, high = grid.lowest, grid.highest
+    stays = {"zero": (low, high), "down": (None, high), "up": (low, None)}
     if mode in stays:
         y = torch.where(x.isinf(), y, y.clamp(*stays[mode]))
     assert grid.beyond is not None
@@ -324,9 +346,8 @@ def _increment(pattern: Tensor, dropped: int, carrier: Carrier, how: Rounding) -
             return sign & below
     bits = how.bits
     assert bits is not None
+    # What is dropped carries if it reaches (R + 1/2) / 2^bits of a step.
     if bits.bits >= dropped:
-        return bits.top(dropped, carrier.integer)
-    # The midpoints of 2^bits equal steps.
-    return (bits.top(bits.bits, carrier.integer) << (dropped - bits.bits)) + (
-        1 << (dropped - bits.bits - 1)
-    )
+        return bits.top(dropped, carrier.integer) ^ below
+    midpoints = ((bits.top(bits.bits, carrier.integer) << 1) + 1) << (dropped - bits.bits - 1)
+    return (1 << dropped) - midpoints

@@ -54,9 +54,9 @@ class Quantize(nn.Module):
         """Return ``x``, rounded."""
         if not x.is_floating_point():
             raise TypeError(f"Quantize takes a floating-point tensor, not {x.dtype}")
-        call = self.calls.clone()
+        call = self.calls
         if self._is_random:
-            self.calls += 1
+            self.calls = call + 1  # never in place: compiled code may read it again in backward
         return _StraightThrough.apply(
             x,
             self.stream,

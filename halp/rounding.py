@@ -19,6 +19,7 @@ from halp.grid import (
     ROUNDINGS,
     RandomBits,
     Rounding,
+    keep_nonzero,
     make_grid,
     round_on_grid,
 )
@@ -87,8 +88,11 @@ def quantize(
     if not isinstance(x, Tensor) or not x.is_floating_point():
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"quantize takes a floating-point tensor, not {kind}; convert it first")
+    if not isinstance(axis, int) or isinstance(axis, bool):
+        raise TypeError(f"axis is an int, not {axis!r}")
     if not -max(x.dim(), 1) <= axis < max(x.dim(), 1):
         raise ValueError(f"axis {axis} is none of a tensor with {x.dim()} dimensions")
+    _check_randomness(random_bits, seed)
     x = x.detach()
     if rounding == "void":
         return x.clone()
@@ -123,6 +127,16 @@ def check_scale(scale: Scale) -> None:
         raise ValueError(f"{wanted}, not {scale!r}")
 
 
+def _check_randomness(given: int | Tensor | None, seed: int | Tensor | None) -> None:
+    if given is not None and (not isinstance(given, int | Tensor) or isinstance(given, bool)):
+        raise TypeError(f"random_bits is a number of bits or an integer tensor, not {given!r}")
+    if isinstance(seed, Tensor):
+        if seed.dtype != torch.int64 or seed.dim() != 0:
+            raise TypeError(f"seed as a tensor is 0-dim int64, not {seed.dim()}-dim {seed.dtype}")
+    elif seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
+        raise TypeError(f"seed is an int or a 0-dim int64 tensor, not {seed!r}")
+
+
 def _check_values(x: Tensor, format: Format, scale: Scale) -> None:
     if not format.has_nan and x.numel() and torch.aminmax(x)[0].isnan():
         raise ValueError(f"the tensor holds NaN, and {format} has no NaN")
@@ -145,8 +159,6 @@ def _bits_for(x: Tensor, given: int | Tensor | None, key: Key | None) -> RandomB
         return RandomBits(given.to(torch.int32) << (32 - count), min(count, most))
     if given is None:
         given = most
-    if not isinstance(given, int) or isinstance(given, bool):
-        raise TypeError(f"random_bits is a number of bits or an integer tensor, not {given!r}")
     if not 1 <= given <= most:
         raise ValueError(f"random_bits must lie in 1 ... {most} for {x.dtype}, not {given}")
     assert key is not None
@@ -171,14 +183,28 @@ def round_to_format(
     """
     held = held or x.dtype
     if scale is not None and not isinstance(scale, str):
-        if isinstance(scale, Tensor):
-            scale = scale.to(x.dtype)
-        return round_to_format(x / scale, format, how, axis=axis).mul_(scale)
+        return _round_with_scale(x, format, how, scale, axis, held)
     if isinstance(format, BlockFormat):
-        return _round_blocks(x, format, how, axis)
+        return _round_blocks(x, format, how, axis, held)
     if scale is None:
         return _round_unscaled(x, format, how, held)
     return _round_to_own_scale(x, format, how, held)
+
+
+def _round_with_scale(
+    x: Tensor, format: Format, how: Rounding, scale: float | Tensor, axis: int, held: torch.dtype
+) -> Tensor:
+    largest = torch.finfo(held).max
+    reaches_further = isinstance(scale, Tensor) or format.max * scale > largest
+    if isinstance(scale, Tensor):
+        scale = scale.to(x.dtype)
+    scaled = _nonzero_if_directed(x / scale, x, how)
+    rounded = round_to_format(scaled, format, how, axis=axis)
+    if how.overflow == "saturate" and reaches_further and not isinstance(format, BlockFormat):
+        ends = torch.tensor([-1, 1], dtype=x.dtype, device=x.device) * largest
+        low, high = (end / scale for end in ends)
+        rounded = _between(rounded, low, high, format)
+    return rounded.mul_(scale)
 
 
 def _round_unscaled(
@@ -212,8 +238,9 @@ def _round_to_own_scale(
         grid = make_grid(format, x.dtype, held, exponent)
         if grid is not None:
             return round_on_grid(x, grid, how, fits)
-    scaled = _times_power(x, -exponent)
-    return _times_power(_round_unscaled(scaled, format, how, x.dtype), exponent)
+    if isinstance(format, FloatFormat) and format.exponent_bits > CARRIERS[x.dtype].exponent_bits:
+        return _round_to_own_scale(x.double(), format, how, held).to(x.dtype)
+    return _round_scaled(x, exponent, format, how, held)
 
 
 def _largest_finite(x: Tensor, dim: int | None = None) -> Tensor:
@@ -240,7 +267,9 @@ def _scale_exponent(largest: Any, format: FloatFormat | FixedFormat) -> Any:
     return exponent - top_exponent + (fraction > top_fraction)
 
 
-def _round_blocks(x: Tensor, format: BlockFormat, how: Rounding, axis: int) -> Tensor:
+def _round_blocks(
+    x: Tensor, format: BlockFormat, how: Rounding, axis: int, held: torch.dtype
+) -> Tensor:
     """Round blocks along an axis, each with its own scale."""
     if x.numel() == 0:
         return x.clone()
@@ -250,8 +279,7 @@ def _round_blocks(x: Tensor, format: BlockFormat, how: Rounding, axis: int) -> T
     how = how._replace(overflow="saturate", bits=bits)
     values = _to_blocks(x, format, axis)
     exponent = _block_exponents(values, format)
-    rounded = _round_unscaled(_times_power(values, -exponent), format.element, how, x.dtype)
-    return _from_blocks(_times_power(rounded, exponent), x, axis)
+    return _from_blocks(_round_scaled(values, exponent, format.element, how, held), x, axis)
 
 
 def _block_exponents(blocks: Tensor, format: BlockFormat) -> Tensor:
@@ -288,16 +316,52 @@ def in_range(x: Tensor, format: Format, scale: Scale) -> Tensor:
     return _from_blocks(in_range(scaled, format.element, None), x, -1)
 
 
-def _times_power(x: Tensor, exponent: int | Tensor) -> Tensor:
-    """Return ``x · 2^exponent`` in two steps, since 2^exponent itself may be out of range."""
-    carrier = CARRIERS[x.dtype]
-    if not isinstance(exponent, Tensor):
-        half = exponent // 2
-        return (x * 2.0**half).mul_(2.0 ** (exponent - half))
+def _round_scaled(
+    x: Tensor,
+    exponent: int | Tensor,
+    format: FloatFormat | FixedFormat,
+    how: Rounding,
+    held: torch.dtype,
+) -> Tensor:
+    """Round with the scale ``2^exponent``."""
+    scaled = _nonzero_if_directed(_times_power(x, -exponent), x, how)
+    rounded = _round_unscaled(scaled, format, how, x.dtype)
+    if how.overflow == "saturate":
+        ends = torch.tensor([-1, 1], dtype=x.dtype, device=x.device) * torch.finfo(held).max
+        low, high = (_times_power(end, -exponent) for end in ends)
+        rounded = _between(rounded, low, high, format)
+    return _times_power(rounded, exponent)
 
-    def power(k: Tensor) -> Tensor:
+
+def _between(rounded: Tensor, low: Tensor, high: Tensor, format: Format) -> Tensor:
+    """Return ``rounded`` with what is further out replaced by the format's last value inside."""
+
+    def inside(end: Tensor) -> Tensor:
+        return round_to_format(end, format, Rounding("zero"))
+
+    return rounded.minimum(inside(high)).maximum(inside(low))
+
+
+def _nonzero_if_directed(scaled: Tensor, x: Tensor, how: Rounding) -> Tensor:
+    """Return ``scaled``, in which directed modes must not see what underflowed as zero."""
+    if how.mode not in ("up", "down"):
+        return scaled
+    return keep_nonzero(scaled, x, torch.finfo(x.dtype).smallest_normal * torch.finfo(x.dtype).eps)
+
+
+def _times_power(x: Tensor, exponent: int | Tensor) -> Tensor:
+    """Return ``x · 2^exponent`` in three steps, since 2^exponent itself may be out of range."""
+    carrier = CARRIERS[x.dtype]
+
+    def power(k: Any) -> Any:
+        if not isinstance(k, Tensor):
+            return 2.0**k
         return ((k + carrier.bias) << carrier.fraction_bits).view(x.dtype)
 
-    exponent = exponent.to(carrier.integer)
-    smaller = exponent >> 1
-    return (x * power(smaller)).mul_(power(exponent - smaller))
+    third: Any
+    if isinstance(exponent, Tensor):
+        third = exponent.to(carrier.integer).div(3, rounding_mode="trunc")
+    else:
+        third = int(exponent / 3)
+    step = power(third)
+    return (x * step).mul_(step).mul_(power(exponent - 2 * third))

@@ -6,7 +6,6 @@ A new format is one entry at the end of this file. ``python -m halp.formats`` pr
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cache
 from typing import TypeAlias, TypeVar
 
 
@@ -232,8 +231,8 @@ _REGISTRY: dict[str, Format] = {}
 
 #: Families of formats whose names say all about them: a pattern, and what makes the format.
 _FAMILIES: dict[str, Callable[..., Format]] = {
-    r"e(\d+)m(\d+)": FloatFormat,
-    r"fixed(\d+)": FixedFormat,
+    r"e(0|[1-9][0-9]*)m(0|[1-9][0-9]*)": FloatFormat,
+    r"fixed(0|[1-9][0-9]*)": FixedFormat,
 }
 
 
@@ -273,7 +272,6 @@ def get(name: str | Format) -> Format:
     return _REGISTRY[name] if name in _REGISTRY else _of_family(name)
 
 
-@cache
 def _of_family(name: str) -> Format:
     for pattern, make in _FAMILIES.items():
         match = re.fullmatch(pattern, name)
