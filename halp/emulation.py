@@ -106,7 +106,7 @@ def emulate(
 
     Args:
         format: a name or a format.
-        rounding: ``"near"``, ``"stoc"`` or ``"void"``.
+        rounding: any mode of :func:`halp.quantize`. Blocks lie along the last dimension.
         scale: scale of every tensor, see :func:`halp.quantize`.
         seed: names the random bits of ``"stoc"``.
 

@@ -39,7 +39,7 @@ def bit_center(
         model: any module with float32 or float64 parameters. That dtype is what deltas are computed
             and stored in.
         format: the number format of the deltas.
-        rounding: how every delta is rounded: ``"near"``, ``"stoc"`` or ``"void"`` (not at all).
+        rounding: how every delta is rounded: any mode of :func:`halp.quantize`.
         scale: scale of the deltas, see :func:`halp.quantize`. With ``None``, fp16 deltas underflow
             once updates get small.
         offsets: ``"on-site"``: each pass computes offsets and deltas side by side.

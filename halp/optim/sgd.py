@@ -97,7 +97,8 @@ class LPSGD(Emulated):
         params: plain parameters, or groups of them.
         lr, momentum, weight_decay, nesterov, maximize: as in :class:`torch.optim.SGD`.
         format: the number format of everything in a step.
-        rounding: ``"near"``, ``"stoc"`` or ``"void"``.
-        scale: of every tensor, see :func:`halp.quantize`; None is plain storage.
+        rounding: any mode of :func:`halp.quantize`.
+        scale: of every tensor, see :func:`halp.quantize`; None is plain storage. In fixed point it
+            is the step of the grid: all values then lie within ``±scale·2^(b−1)``.
         seed: names the random bits of ``"stoc"``.
     """
