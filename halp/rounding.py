@@ -227,7 +227,7 @@ def _round_to_own_scale(
         return x.clone()
     exponent: Any
     if is_traced(x) or x.device.type != "cpu":
-        exponent = _scale_exponent(torch.frexp(_largest_finite(x)), format)
+        exponent = _scale_exponent(_frexp(_largest_finite(x)), format)
     else:  # reading the magnitude is cheaper than a handful of 0-dim operations
         low, high = torch.aminmax(x)
         largest = max(-low.item(), high.item())
@@ -247,6 +247,17 @@ def _largest_finite(x: Tensor, dim: int | None = None) -> Tensor:
     """Return the largest magnitude that is neither infinite nor NaN."""
     magnitudes = x.nan_to_num(nan=0.0, posinf=0.0, neginf=0.0).abs()
     return magnitudes.max() if dim is None else magnitudes.amax(dim, keepdim=True)
+
+
+def _frexp(x: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ``torch.frexp`` of positive numbers, which Inductor cannot compile for float64."""
+    carrier = CARRIERS[x.dtype]
+    digits = carrier.fraction_bits
+    subnormal = x < torch.finfo(x.dtype).smallest_normal
+    pattern = torch.where(subnormal, x * 2.0 ** (digits + 1), x).view(carrier.integer)
+    exponent = (pattern >> digits) - (carrier.bias - 1) - subnormal * (digits + 1)
+    half = (carrier.bias - 1) << digits
+    return ((pattern & ((1 << digits) - 1)) | half).view(x.dtype), exponent
 
 
 def _largest_value(format: FloatFormat | FixedFormat) -> tuple[float, int]:
@@ -284,9 +295,9 @@ def _round_blocks(
 
 def _block_exponents(blocks: Tensor, format: BlockFormat) -> Tensor:
     """Return the exponent of each block's scale, given blocks along the last dimension."""
-    largest = torch.frexp(_largest_finite(blocks, -1)).exponent - 1
+    _, exponent = _frexp(_largest_finite(blocks, -1))
     limit = format.max_scale_exponent
-    return (largest - format.element.max_exponent).clamp_(-limit, limit)
+    return (exponent - 1 - format.element.max_exponent).clamp_(-limit, limit)
 
 
 def _to_blocks(x: Tensor, format: BlockFormat, axis: int) -> Tensor:
@@ -360,7 +371,8 @@ def _times_power(x: Tensor, exponent: int | Tensor) -> Tensor:
 
     third: Any
     if isinstance(exponent, Tensor):
-        third = exponent.to(carrier.integer).div(3, rounding_mode="trunc")
+        exponent = exponent.to(carrier.integer)
+        third = exponent.div(3, rounding_mode="trunc")
     else:
         third = int(exponent / 3)
     step = power(third)
