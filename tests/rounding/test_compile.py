@@ -103,8 +103,10 @@ def test_inductor_keeps_negative_zero_out_of_formats_without(name):
 
 @needs_compiler
 @pytest.mark.slow
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", EVERY_FORMAT)
+@pytest.mark.parametrize(
+    "name, way",
+    [*((name, way) for name in EVERY_FORMAT for way in ("plain", "auto")), *KINDS, *WITH_NAN],
+)
 def test_every_format_and_mode_compiles_to_the_eager_bits(name, way):
     assert_compiled_is_eager([(name, way)], [*MODES, "stoc", "void"], "inductor", np.float32)
 
