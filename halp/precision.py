@@ -81,6 +81,9 @@ class Rounder:
         self.precision = precision
         self.position = 0
         self.generation = 0
+        #: How to round where nothing random is needed.
+        self._fixed = precision.rounding not in ("stoc", "void")
+        self._how = Rounding(precision.rounding, precision.overflow)
 
     def new_step(self) -> None:
         """Start a training step: rounded copies from earlier ones no longer count if random."""
@@ -93,6 +96,8 @@ class Rounder:
         ``scale`` takes the place of the precision's own.
         """
         precision = self.precision if scale is None else replace(self.precision, scale=scale)
+        if self._fixed:
+            return round_to_format(x, precision.format, self._how, precision.scale)
         key = None
         if precision.rounding == "stoc":
             if is_traced(x):

@@ -197,7 +197,7 @@ def _round_with_scale(
     largest = torch.finfo(held).max
     reaches_further = isinstance(scale, Tensor) or format.max * scale > largest
     if isinstance(scale, Tensor):
-        scale = scale.to(x.dtype)
+        scale = scale.detach().to(x.dtype)
     scaled = _nonzero_if_directed(x / scale, x, how)
     rounded = round_to_format(scaled, format, how, axis=axis)
     if how.overflow == "saturate" and reaches_further and not isinstance(format, BlockFormat):

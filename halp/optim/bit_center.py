@@ -226,10 +226,18 @@ class BitCenterSVRG(BitCenterSolver):
     def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
         group = next(g for g in self.param_groups if any(q is p for q in g["params"]))
         gradient = self._decayed(p, gradient, group)
-        norm = gradient.norm().item()
-        if self.mu is not None and norm > 0:  # else the last scale stays
-            self.state[p]["scale"] = norm / (self.mu * p.context.precision.format.max)  # type: ignore[attr-defined]
+        if self.mu is not None:
+            self._set_scale(p, gradient.norm().item() / self.mu)
         return self._rounder(p)(gradient).to(p.delta.dtype)  # type: ignore[attr-defined]
+
+    def _set_scale(self, p: Tensor, largest: float) -> None:
+        """Give z the grid that ends at ``largest``; if that is zero, the last one stays."""
+        scale = largest / p.context.precision.format.max  # type: ignore[attr-defined]
+        held = torch.finfo(p.delta.dtype)  # type: ignore[attr-defined]
+        if scale > held.max:
+            raise ValueError(f"mu={self.mu} is too small: {p.delta.dtype} does not hold {scale:g}")  # type: ignore[attr-defined]
+        if scale >= held.smallest_normal:
+            self.state[p]["scale"] = scale
 
     def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
         scale = self.state[p].get("scale")
