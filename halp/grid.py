@@ -6,14 +6,14 @@ taken that PyTorch vectorizes on a CPU: comparisons that give floats, never bool
 """
 
 import math
-from functools import lru_cache
+from functools import cache, lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from halp.formats import FixedFormat, FloatFormat
-from halp.random_bits import is_traced, row_length, shared_constants
+from halp.random_bits import is_traced, row_length
 
 #: Rounding modes; "near" is to nearest with ties to even, "void" no rounding at all.
 ROUNDINGS = ("near", "near-away", "stoc", "zero", "up", "down", "void")
@@ -246,7 +246,7 @@ def _spacing(x: Tensor, grid: Grid, used: RandomBits | None) -> Tensor:
     step: int | Tensor = grid.step
     traced = is_traced(x)
     if not traced:
-        mask, step = shared_constants((mask, step), carrier.integer, x.device)
+        mask, step = _constants(grid.fraction_bits, x.dtype, x.device)
     pattern = x.view(carrier.integer)
     if used is not None and used.words.dtype == carrier.integer and not traced:
         binade = torch.bitwise_and(pattern, mask, out=used.words)
@@ -254,6 +254,14 @@ def _spacing(x: Tensor, grid: Grid, used: RandomBits | None) -> Tensor:
         binade = pattern & mask
     # In integers: clamping floats takes longer, for the sake of NaN.
     return binade.clamp_(grid.low, grid.high).sub_(step).view(x.dtype)
+
+
+@cache
+def _constants(fraction_bits: int, dtype: torch.dtype, device: torch.device) -> tuple[Tensor, ...]:
+    """Return the exponent mask, and the step, as tensors: eager operations take these faster."""
+    carrier = CARRIERS[dtype]
+    numbers = (carrier.exponent_mask, fraction_bits << carrier.fraction_bits)
+    return tuple(torch.tensor(n, dtype=carrier.integer, device=device) for n in numbers)
 
 
 def _round_to_integer(

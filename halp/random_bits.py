@@ -57,17 +57,6 @@ def is_traced(x: Tensor) -> bool:
     return torch.compiler.is_dynamo_compiling()
 
 
-@cache
-def shared_constants(
-    values: tuple[float, ...], dtype: torch.dtype, device: torch.device
-) -> tuple[Tensor, ...]:
-    """Return 0-dim tensors that eager operations take twice as fast as Python numbers.
-
-    They are shared: never write to them. Traced code wants the numbers themselves.
-    """
-    return tuple(torch.tensor(value, dtype=dtype, device=device) for value in values)
-
-
 #: Per round: the shift, the mask of what an arithmetic shift must not smear, the multiplier.
 _ROUND_NUMBERS = tuple((k, _WORD >> k, m - (m >> 31 << 32)) for k, m in _ROUNDS)
 _LAST_NUMBERS = (_LAST_SHIFT, _WORD >> _LAST_SHIFT)
