@@ -18,9 +18,9 @@ GREY = "#AAAAAA"
 
 # Of a solver: colour and marker. Its 8 bits are dashed, its 16 bits solid.
 SOLVER_STYLES = {
-    "SGD": (GREY, "v"),
+    "SGD": (SKY, ""),
     "LP-SGD": (PINK, "^"),
-    "SVRG": (BLACK, ""),
+    "SVRG": (GREY, ""),
     "LP-SVRG": (ORANGE, "s"),
     "HALP": (BLUE, "o"),
 }
@@ -44,20 +44,20 @@ def draw_convergence(axes: Any, outcomes: Mapping[str, Outcome]) -> None:
     for label, outcome in outcomes.items():
         solver, _, format = label.partition(" ")
         color, marker = SOLVER_STYLES[solver]
-        # SVRG lies under HALP: wide and pale, so that both are seen.
-        wide = solver == "SVRG"
+        # Full precision lies under what follows it: wide and pale, so that both are seen.
         axes.plot(
             range(len(outcome.norms)),
             outcome.norms,
-            label=label if format else f"{label} ({'float64'})",
-            color=GREY if wide else color,
-            linewidth=6 if wide else 1.5,
-            linestyle="--" if format.endswith("8") else ("-" if format or wide else ":"),
+            label=label if format else f"{label}, full precision",
+            color=color,
+            linewidth=1.5 if format else 6,
+            alpha=1 if format else 0.6,
+            linestyle="--" if format.endswith("8") else "-",
             marker=marker,
             markersize=4,
-            zorder=1 if wide else 2,
+            zorder=2 if format else 1,
         )
-    _finish(axes, "cycles of T steps", GRADIENT)
+    _finish_cycles(axes)
 
 
 def draw_formats(axes: Any, outcomes: Mapping[tuple[str, bool], Outcome]) -> None:
@@ -77,7 +77,7 @@ def draw_formats(axes: Any, outcomes: Mapping[tuple[str, bool], Outcome]) -> Non
             markersize=4,
             markevery=(index % 4, 4),
         )
-    _finish(axes, "cycles of T steps", GRADIENT, columns=2)
+    _finish_cycles(axes, columns=2)
 
 
 def draw_floor(axes: Any, floors: Mapping[int, float], middle: tuple[float, float]) -> None:
@@ -91,7 +91,7 @@ def draw_floor(axes: Any, floors: Mapping[int, float], middle: tuple[float, floa
         [middle[1] * 2 ** (middle[0] - b) for b in bits],
         "--",
         color=BLACK,
-        label="half a floor for each bit",
+        label="slope −1: a bit more, half the floor",
     )
     axes.set_yscale("log", base=2)
     axes.set_xticks(bits)
@@ -138,6 +138,11 @@ def draw_grid(
     axes.set_xlabel("condition number κ")
     axes.set_ylabel("bits of the fixed-point format")
     axes.legend(loc="upper left")
+
+
+def _finish_cycles(axes: Any, columns: int = 1) -> None:
+    axes.xaxis.get_major_locator().set_params(integer=True)
+    _finish(axes, "cycles of T steps", GRADIENT, columns)
 
 
 def _finish(axes: Any, x: str, y: str, columns: int = 1, log: bool = True) -> None:
