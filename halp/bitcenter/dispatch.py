@@ -191,7 +191,7 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
     dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
     with writes_counted():
         result = _on_offsets(func, args, kwargs, dtype)
-    if func._schema.is_mutable:
+    if func._schema.is_mutable and func._schema.returns[0].alias_info is not None:
         return args[0]
 
     def center(offset: Any) -> Any:
@@ -244,13 +244,16 @@ def _handler_of(rule: Callable) -> Handler:
         decision = None
         if type(result) is Decided:
             result, decision = result
+        in_backward = torch._C._current_autograd_node() is not None
+        deferred = in_backward and not is_traced(like.delta)
         if isinstance(result, tuple):
+            if deferred and _mask_position(func) is not None:
+                return _parts_deferred(func, args, kwargs, result, like)
             return tuple(
                 _constant(part, like) if delta is None else wrap(part, delta, like)
                 for part, delta in zip(offset(), result, strict=True)
             )
-        in_backward = torch._C._current_autograd_node() is not None
-        if in_backward and not is_traced(like.delta):
+        if deferred:
             return _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
         wrapped = wrap(offset(), result, like)
         wrapped.decision = decision
@@ -267,8 +270,8 @@ def _all_constant(args: Any) -> bool:
     )
 
 
-def _constant(offset: Tensor, like: BitCenteredTensor) -> Tensor:
-    if not offset.dtype.is_floating_point:
+def _constant(offset: Any, like: BitCenteredTensor) -> Any:
+    if offset is None or not offset.dtype.is_floating_point:
         return offset
     return BitCenteredTensor.constant(offset, like.context, _delta_dtype(like, offset))
 
@@ -303,6 +306,30 @@ def _later(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> C
 
 class _Kept(NamedTuple):
     offset: Offset
+
+
+@cache
+def _mask_position(func: OpOverload) -> int | None:
+    """Return where a backward operation is told which of its results are wanted."""
+    names = [argument.name for argument in func._schema.arguments]
+    return names.index("output_mask") if "output_mask" in names else None
+
+
+def _parts_deferred(
+    func: OpOverload, args: tuple, kwargs: dict, deltas: tuple, like: BitCenteredTensor
+) -> tuple:
+    """Return the gradients that are wanted; the offset of each is computed when it is read."""
+    position = _mask_position(func)
+    assert position is not None
+
+    def part(i: int) -> Any:
+        only = [j == i for j in range(len(deltas))]
+        later = _later(func, (*args[:position], only, *args[position + 1 :]), kwargs, like.dtype)
+        if deltas[i] is None:
+            return _constant(later()[i], like)
+        return _wrap_deferred(lambda: later()[i], deltas[i], like)
+
+    return tuple(part(i) if wanted else None for i, wanted in enumerate(args[position]))
 
 
 def _wrap_deferred(

@@ -16,6 +16,7 @@ from tests.bitcenter.arithmetic_cases import (
     normal,
     unary,
 )
+from tests.bitcenter.layer_cases import LAYERS
 
 _LABELS = torch.tensor([0, 3, 1, 3, 2, -100])
 _CLASS_WEIGHTS = torch.tensor([0.5, 1.0, 2.0, 4.0])
@@ -307,4 +308,4 @@ DECOMPOSED = [
         differentiable=False,
     ),
 ]
-RULES = POINTWISE + BROADCAST + PRODUCTS + LOSSES + MOVES
+RULES = POINTWISE + BROADCAST + PRODUCTS + LOSSES + MOVES + LAYERS

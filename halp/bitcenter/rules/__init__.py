@@ -1,3 +1,14 @@
 """The delta rules, one module a family. Importing this package registers them all."""
 
-from halp.bitcenter.rules import activation, arithmetic, linear, loss, shape  # noqa: F401
+from halp.bitcenter.rules import (  # noqa: F401
+    activation,
+    arithmetic,
+    convolution,
+    indexing,
+    linear,
+    loss,
+    normalization,
+    pooling,
+    recurrent,
+    shape,
+)

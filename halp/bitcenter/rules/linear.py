@@ -13,14 +13,17 @@ from halp.bitcenter.dispatch import Operand, register_rule
 aten = torch.ops.aten
 
 
-def bilinear(op: Callable[[Any, Any], Tensor], x: Any, y: Any) -> Tensor:
-    """``δ(x·y) = e_x·(u_y + e_y) + u_x·e_y``; the half of a constant or a number is skipped."""
+def bilinear(op: Callable[[Any, Any], Tensor], x: Any, y: Any) -> Any:
+    """``δ(x·y) = e_x·(u_y + e_y) + u_x·e_y``; the half of a constant or a number is skipped.
+
+    None for two constants.
+    """
     if not isinstance(x, Operand):
         return op(x, y.delta)
     if not isinstance(y, Operand):
         return op(x.delta, y)
     if x.delta is None:
-        return op(x.offset, y.delta)
+        return None if y.delta is None else op(x.offset, y.delta)
     if y.delta is None:
         return op(x.delta, y.offset)
     return op(x.delta, y.offset + y.delta).add_(op(x.offset, y.delta))

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.dispatch import assign, register_handler
@@ -55,6 +56,28 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
     return BitCenteredTensor(offset, delta, x.context, x.dtype)
 
 
+#: In-place views, and the views that they are.
+_IN_PLACE_VIEWS = {
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.t_.default: aten.t.default,
+    aten.transpose_.default: aten.transpose.int,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
+
+
+@register_handler(*_IN_PLACE_VIEWS)
+def view_in_place(
+    func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
+) -> BitCenteredTensor:
+    """Change the shape of both parts, and of the tensor that wraps them."""
+    seen = view(_IN_PLACE_VIEWS[func], x, args, kwargs)
+    x._offset, x.delta, x._constant = seen._offset, seen.delta, None
+    with no_dispatch():
+        func(*args, **kwargs)
+    return x
+
+
 @register_handler(aten.alias.default, aten.detach.default)
 def alias(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Share both parts as they are, and what is known of them."""
@@ -69,7 +92,12 @@ def alias(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> 
 
 
 @register_handler(
-    aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.chunk.default
+    aten.split.Tensor,
+    aten.split_with_sizes.default,
+    aten.unbind.int,
+    aten.chunk.default,
+    aten.unsafe_split.Tensor,
+    aten.unsafe_split_with_sizes.default,
 )
 def views(
     func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
