@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halp.calls import call
 from halp.formats import Format
 from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.recurrent import UnfusedLayers
 from halp.rounding import Scale
 
 #: Arguments and results that are no values of a computation: a module's running statistics, and
@@ -28,6 +29,7 @@ class Emulation(TorchDispatchMode):
         super().__init__()
         self.rounder = rounder
         self._copies = RoundedCopies(rounder)
+        self._layers = UnfusedLayers()
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
@@ -71,7 +73,13 @@ class Emulation(TorchDispatchMode):
             return [self._leave(r, exempt) for r in result]
         return self._leave(result, exempt)
 
+    def __enter__(self) -> "Emulation":
+        self._layers.__enter__()
+        super().__enter__()
+        return self
+
     def __exit__(self, *exception: Any) -> None:
+        self._layers.__exit__(*exception)
         self._copies.forget()  # also lets parameters be swapped, which weak references would forbid
         super().__exit__(*exception)
 

@@ -616,3 +616,32 @@ def test_backward_reads_the_rounded_weight_that_forward_read():
         y = layer(x)
         y.backward(torch.eye(40, 30))
     assert torch.equal(x.grad[:30], y.detach().t())
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_a_recurrent_layer_is_rounded_step_by_step(kind):
+    """And not as the one operation that oneDNN makes of all time steps."""
+    torch.manual_seed(0)
+    layer, x = kind(6, 5), randn(7, 3, 6)
+    cell = {nn.LSTM: nn.LSTMCell, nn.GRU: nn.GRUCell}[kind](6, 5)
+    cell.load_state_dict({name.removesuffix("_l0"): w for name, w in layer.state_dict().items()})
+    with emulate("fp8_e4m3"):
+        output, _ = layer(x)
+        state, expected = None, []
+        for x_t in x:
+            state = cell(x_t, state)
+            expected.append(state[0] if kind is nn.LSTM else state)
+        (gradient,) = torch.autograd.grad(output.square().sum(), layer.weight_hh_l0)
+    assert torch.equal(output, torch.stack(expected))
+    assert on_grid(output, "fp8_e4m3")
+    assert on_grid(gradient, "fp8_e4m3")
+    with torch.no_grad():
+        assert not torch.equal(output, CASTS["fp8_e4m3"](layer(x)[0]))
+
+
+def test_convolutions_keep_their_fast_kernels_inside():
+    before = torch.backends.mkldnn.enabled
+    with emulate("fp16"):
+        assert torch.backends.mkldnn.enabled == before
+        nn.LSTM(6, 5)(randn(7, 3, 6))
+        assert torch.backends.mkldnn.enabled == before

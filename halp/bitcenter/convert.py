@@ -12,6 +12,7 @@ from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
 from halp.formats import Format
 from halp.precision import Precision
+from halp.recurrent import unfuse
 from halp.rounding import Scale
 
 _WIDE = (torch.float32, torch.float64)
@@ -78,8 +79,10 @@ def bit_center(
     context = Context(precision)
     _replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
     for module in model.modules():
-        hook = module._register_state_dict_hook(_plain_state)
-        module._halp_state_hook = hook
+        hooks = [module._register_state_dict_hook(_plain_state)]
+        if isinstance(module, nn.RNNBase):
+            hooks += unfuse(module, is_bit_centered)
+        module.__dict__["_halp_hooks"] = hooks
     return model
 
 
@@ -87,7 +90,7 @@ def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> B
     if isinstance(parameter, BitCenteredTensor):  # a tied weight, met before
         return parameter
     offset = parameter.detach().to(offset_dtype, copy=True)
-    return BitCenteredTensor(offset, torch.zeros_like(parameter), context)
+    return BitCenteredTensor.constant(offset, context, parameter.dtype)
 
 
 def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) -> None:
@@ -112,8 +115,7 @@ def to_plain(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     if is_bit_centered(model):
         _replace_parameters(model, lambda p: _plain(p, dtype))
     for module in model.modules():
-        hook = module.__dict__.pop("_halp_state_hook", None)
-        if hook is not None:
+        for hook in module.__dict__.pop("_halp_hooks", ()):
             hook.remove()
     return model
 
