@@ -56,12 +56,13 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         return list({id(p.context): p.context for p in self._parameters()}.values())  # type: ignore[attr-defined]
 
     def _recenter(self) -> None:
-        """``w̃ ← w̃ + z``, ``z ← 0``."""
+        """``w̃ ← w̃ + z``, ``z ← 0``; parameters that have not moved, as frozen ones, stay constants."""
         for context in self._contexts():
             context.settle()
         for p in self._parameters():
-            p.offset.add_(p.delta)  # type: ignore[attr-defined]
-            p.delta.zero_()  # type: ignore[attr-defined]
+            if not p.is_constant:  # type: ignore[attr-defined]
+                p.offset.add_(p.delta)  # type: ignore[attr-defined]
+                p.delta.zero_()  # type: ignore[attr-defined]
         self._note_centers()
 
     @contextmanager
