@@ -7,12 +7,17 @@ or all of them in :data:`CASES`.
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+import pytest
 import torch
 import torch.nn.functional as F
 from torch import Generator, Tensor, nn
 
+from halp.data import IGNORED
+from halp.models import LeNet, LSTMTagger, ResNet18
+
 FEATURES, CLASSES = 64, 10
 BATCH, STEPS_IN_SEQUENCE = 64, 8
+WORDS, LONGEST_SENTENCE = 50, 10
 
 
 @dataclass(frozen=True)
@@ -46,13 +51,13 @@ class Case:
         seed: int | None = None,
         dtype: torch.dtype = torch.float32,
     ) -> list[tuple[Tensor, Tensor]]:
-        """Return batches of float32 values drawn with the seed, then converted."""
+        """Return batches of float32 values drawn with the seed, then converted; integers stay."""
         generator = Generator().manual_seed(1000 + (self.seed if seed is None else seed))
         drawn = []
         for _ in range(count):
             x = self.inputs(size or self.batch_size, generator)
             y = self.targets(len(x), generator)
-            drawn.append((x.to(dtype), y.to(dtype) if y.is_floating_point() else y))
+            drawn.append(tuple(t.to(dtype) if t.is_floating_point() else t for t in (x, y)))
         return drawn
 
     def loss_of(self, model: nn.Module, x: Tensor, y: Tensor) -> Tensor:
@@ -115,7 +120,36 @@ class TwiceTheSameLayer(nn.Module):
         return self.head(torch.tanh(self.second(torch.tanh(self.first(x)))))
 
 
+def batch_norm_net() -> nn.Module:
+    """Convolutions without bias, since batch normalization takes any constant away."""
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1, bias=False),
+        nn.BatchNorm2d(8),
+        nn.ReLU(inplace=True),
+        nn.Conv2d(8, 16, 3, stride=2, padding=1, bias=False),
+        nn.BatchNorm2d(16),
+        nn.ReLU(inplace=True),
+        nn.AvgPool2d(2),
+        nn.Flatten(),
+        nn.Linear(16 * 16, 32, bias=False),
+        nn.BatchNorm1d(32),
+        nn.ReLU(),
+        nn.Linear(32, CLASSES),
+    )
+
+
 # Data.
+
+
+def words(n: int, generator: Generator) -> Tensor:
+    return torch.randint(WORDS, (n, LONGEST_SENTENCE), generator=generator)
+
+
+def tags(n: int, generator: Generator) -> Tensor:
+    """Return tags of sentences of 1 to LONGEST_SENTENCE words, padded."""
+    y = torch.randint(12, (n, LONGEST_SENTENCE), generator=generator)
+    lengths = torch.randint(1, LONGEST_SENTENCE + 1, (n, 1), generator=generator)
+    return y.masked_fill(torch.arange(LONGEST_SENTENCE) >= lengths, IGNORED)
 
 
 def normal(*shape: int, scale: float = 1.0) -> Callable[[int, Generator], Tensor]:
@@ -246,4 +280,24 @@ VARIATIONS = [
     replace(_squares, name="tied-transpose", build=TiedAutoencoder, targets=normal(FEATURES)),
 ]
 DROPOUT = _both_losses("dropout", dropout_mlp)
-CASES = SMOOTH + RELU + VARIATIONS + DROPOUT
+
+_images = Case(
+    "", lambda: LeNet(3, CLASSES), normal(3, 32, 32), labels(), F.cross_entropy, batch_size=16
+)
+LENET = replace(_images, name="lenet")
+BATCH_NORM_NET = replace(
+    _images, name="batch-norm", build=batch_norm_net, inputs=normal(3, 16, 16), batch_size=32
+)
+RESNET = replace(_images, name="resnet", build=lambda: ResNet18(3, CLASSES, width=16))
+TAGGER = Case("lstm", lambda: LSTMTagger(WORDS, 12), words, tags, F.cross_entropy, batch_size=16)
+#: The experiments' models, and a small net with batch normalization.
+NETS = [LENET, TAGGER, BATCH_NORM_NET, RESNET]
+CASES = SMOOTH + RELU + VARIATIONS + DROPOUT + NETS
+
+
+def by_name(cases: list[Case]) -> pytest.MarkDecorator:
+    """Parametrize a test by cases; those of the largest model are slow ones."""
+    params = [
+        pytest.param(case, marks=[pytest.mark.slow] if case is RESNET else []) for case in cases
+    ]
+    return pytest.mark.parametrize("case", params, ids=str)

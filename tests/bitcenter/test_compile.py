@@ -1,5 +1,6 @@
 """A bit-centered forward and backward pass compiles whole, and agrees with eager."""
 
+import copy
 import shutil
 
 import pytest
@@ -57,6 +58,41 @@ def test_forward_and_backward_compile_whole_and_agree_with_eager(backend, activa
         # Apart at most by where a float32 sum in another order rounds to fp16.
         assert (p.grad.delta - q.grad.delta).norm() <= 5e-4 * p.grad.delta.norm()
         assert torch.allclose(p.grad.offset, q.grad.offset, rtol=1e-5, atol=1e-7)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_convolutional_net_with_batch_norm_compiles_whole_and_agrees_with_eager(backend):
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    eager = nn.Sequential(
+        nn.Conv2d(2, 4, 3, padding=1, bias=False),
+        nn.BatchNorm2d(4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(4, 6, 3),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(6, 5),
+    )
+    compiled = copy.deepcopy(eager)
+    for model in (eager, compiled):
+        halp.bit_center(model)
+        torch.manual_seed(1)
+        for p in model.parameters():
+            p.delta.copy_(halp.quantize(1e-3 * torch.randn(p.shape), "fp16", scale="auto"))
+    x, y = torch.randn(8, 2, 8, 8), torch.randint(0, 5, (8,))
+
+    @torch.compile(fullgraph=True, backend=backend)
+    def loss_of(x, y):
+        return F.cross_entropy(compiled(x), y)
+
+    F.cross_entropy(eager(x), y).backward()
+    loss_of(x, y).backward()
+    for p, q in zip(eager.parameters(), compiled.parameters(), strict=True):
+        assert (p.grad.delta - q.grad.delta).norm() <= 2e-3 * p.grad.delta.norm()
+        assert torch.allclose(p.grad.offset, q.grad.offset, rtol=1e-4, atol=1e-6)
+    for b, c in zip(eager.buffers(), compiled.buffers(), strict=True):
+        assert torch.allclose(b, c, rtol=1e-5)
 
 
 def test_compiled_code_follows_the_parameters_without_recompiling():

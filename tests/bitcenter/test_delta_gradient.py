@@ -14,7 +14,29 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halp
-from tests.cases import CASES, DROPOUT, LOGISTIC, RELU, SMOOTH, VARIATIONS, Case
+from tests.bitcenter.replay import (
+    Decision,
+    Replay,
+    at_decision,
+    decide,
+    distance_from_kink,
+    recorded,
+)
+from tests.cases import (
+    BATCH_NORM_NET,
+    CASES,
+    DROPOUT,
+    LENET,
+    LOGISTIC,
+    NETS,
+    RELU,
+    RESNET,
+    SMOOTH,
+    TAGGER,
+    VARIATIONS,
+    Case,
+    by_name,
+)
 
 SIZES = [1e-2, 1e-3, 1e-4, 1e-5, 1e-6, 1e-7, 1e-8]
 SEEDS = range(3)
@@ -22,8 +44,8 @@ SEEDS = range(3)
 EXACT = {"rounding": "void"}
 
 
-def by_name(cases: list[Case]) -> pytest.MarkDecorator:
-    return pytest.mark.parametrize("case", cases, ids=str)
+#: Row 4's models.
+DECIDING = [*RELU, LENET, BATCH_NORM_NET, RESNET]
 
 
 def relative_error(computed: Tensor, true: Tensor) -> float:
@@ -99,7 +121,7 @@ def delta_error(case: Case, centered: Centered, seed: int = 0) -> float:
 
 
 @pytest.mark.parametrize("size", SIZES)
-@by_name(SMOOTH + VARIATIONS)
+@by_name([*SMOOTH, TAGGER, *VARIATIONS])
 def test_delta_gradient_error_does_not_grow_as_delta_shrinks(case, size):
     for seed in SEEDS:
         centered = center(case, size, seed, format="fp16")
@@ -179,7 +201,7 @@ def hessian_products(case: Case, centered: Centered) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("size", [1e-13, 1e-20, 1e-30])
-@by_name(SMOOTH + RELU + VARIATIONS)
+@by_name([*SMOOTH, *RELU, *VARIATIONS, *NETS])
 def test_without_rounding_the_delta_gradient_of_a_tiny_delta_is_the_hessian_times_it(case, size):
     centered = center(case, size, 0, torch.float64, **EXACT)
     run(case, centered)
@@ -195,117 +217,127 @@ def test_delta_gradient_error_is_the_same_for_deltas_that_float64_cannot_add(cas
     assert 1e-5 <= max(errors) <= 2e-3
 
 
-# Row 4: models with ReLU.
-
-
-class Decisions(NamedTuple):
-    """What one ReLU of a bit-centered pass saw and decided."""
-
-    offset: Tensor
-    delta: Tensor
-    after: Tensor
-
-    @property
-    def before(self) -> Tensor:
-        return self.offset > 0
-
-
-def replace_modules(model: nn.Module, kind: type, new: Callable[[nn.Module], nn.Module]) -> list:
-    """Replace the children of a kind; return the new ones."""
-    made = []
+def replace_modules(model: nn.Module, kind: type, new: Callable[[nn.Module], nn.Module]) -> None:
+    """Replace the children of a kind."""
     for name, child in list(model.named_children()):
         if isinstance(child, kind):
             setattr(model, name, new(child))
-            made.append(getattr(model, name))
-    return made
 
 
-class ReplayedReLU(nn.Module):
-    """A ReLU with a given mask, which notes its input."""
-
-    mask: Tensor
-    seen: Tensor
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.seen = x.detach()
-        return torch.where(self.mask, x, 0)
+# Row 4: models that decide.
 
 
-class Replay(NamedTuple):
-    """A run of the float64 twin with the masks of the bit-centered run."""
-
-    gradients: list[Tensor]
-    #: The inputs of each ReLU.
-    seen: list[Tensor]
-
-
-def run_recorded(case: Case, centered: Centered) -> list[Decisions]:
-    """Do a pass on the bit-centered model and return what each of its ReLUs decided."""
-    decisions: list[Decisions] = []
-
-    def record(module: nn.Module, inputs: tuple, output: Tensor) -> None:
-        (x,) = inputs
-        decisions.append(Decisions(x.offset.clone(), x.delta.clone(), output.decision.clone()))
-
-    for module in centered.model.modules():
-        if isinstance(module, nn.ReLU):
-            module.register_forward_hook(record)
-    run(case, centered)
+def run_recorded(case: Case, centered: Centered) -> list[Decision]:
+    """Do a pass on the bit-centered model and return what it decided."""
+    with recorded() as decisions:
+        run(case, centered)
     assert decisions
     return decisions
 
 
-def replay(case: Case, centered: Centered, decisions: list[Decisions]) -> tuple[Replay, Replay]:
-    """Run the twin at w̃ with the masks of the offset, and at w̃ + z with those decided."""
-    relus = replace_modules(centered.twin, nn.ReLU, lambda _: ReplayedReLU())
-    replays = []
+class Replayed(NamedTuple):
+    """A run of the float64 twin with the decisions of the bit-centered run."""
+
+    gradients: list[Tensor]
+    #: The inputs of each ReLU and max-pool.
+    seen: list[Tensor]
+
+
+def replay(case: Case, centered: Centered, decisions: list[Decision]) -> tuple[Replayed, Replayed]:
+    """Run the twin at w̃ with what the offset decided, and at w̃ + z with what the full value did."""
+    replayed = []
     for at_full_value in (False, True):
-        for relu, decided in zip(relus, decisions, strict=True):
-            relu.mask = decided.after if at_full_value else decided.before
         place_twin(centered, at_full_value)
-        gradients = gradients_of_twin(case, centered)
-        replays.append(Replay(gradients, [relu.seen for relu in relus]))
-    return replays[0], replays[1]
+        decided = [d.after if at_full_value else d.before for d in decisions]
+        with Replay(decided) as mode:
+            replayed.append(Replayed(gradients_of_twin(case, centered), mode.seen))
+    return replayed[0], replayed[1]
+
+
+def error_and_decisions(case: Case, size: float, seed: int) -> tuple[float, list[Decision]]:
+    """Return the error against a truth that replays the run's own decisions."""
+    centered = center(case, size, seed, format="fp16")
+    decisions = run_recorded(case, centered)
+    before, after = replay(case, centered, decisions)
+    true = [b - a for a, b in zip(before.gradients, after.gradients, strict=True)]
+    return max(map(relative_error, centered.deltas, true)), decisions
+
+
+@pytest.mark.parametrize("size", SIZES)
+@by_name([*RELU, BATCH_NORM_NET, RESNET])
+def test_delta_gradient_is_right_for_the_decisions_that_were_taken(case, size):
+    changed = 0
+    for seed in SEEDS:
+        error, decisions = error_and_decisions(case, size, seed)
+        assert 1e-5 <= error <= (3e-3 if case is RESNET else 2e-3)
+        changed += sum(d.changed for d in decisions)
+    assert changed or size < 1e-4, "no decision changed between offset and full value"
+
+
+@pytest.mark.parametrize("size", SIZES)
+def test_delta_gradient_is_right_for_the_winners_that_were_taken(size):
+    """A gradient that moves to another winner brings its own roundoff along.
+
+    Which no longer cancels in a sum over the image, the gradient of a bias: once in several seeds.
+    """
+    errors = []
+    for seed in range(11):
+        error, decisions = error_and_decisions(LENET, size, seed)
+        moved = sum(d.changed for d in decisions if d.after.dtype == torch.int64)
+        assert 1e-5 <= error <= (3e-2 if moved else 2e-3)
+        errors.append(error)
+    assert sorted(errors)[5] <= 2e-3
 
 
 @pytest.mark.parametrize("size", SIZES)
 @by_name(RELU)
-def test_delta_gradient_is_right_for_the_decisions_that_were_taken(case, size):
-    changed = 0
-    for seed in SEEDS:
-        centered = center(case, size, seed, format="fp16")
-        decisions = run_recorded(case, centered)
-        before, after = replay(case, centered, decisions)
-        true = [b - a for a, b in zip(before.gradients, after.gradients, strict=True)]
-        assert 1e-5 <= max(map(relative_error, centered.deltas, true)) <= 2e-3
-        changed += sum(int((d.before != d.after).sum()) for d in decisions)
-    assert changed or size < 1e-4, "no decision changed between offset and full value"
-
-
-def is_near_the_kink(offset: Tensor, full: Tensor) -> Tensor:
-    """Return where |u + e| ≤ 2⁻¹⁰|e| + 1e-6·max|u|, in float64."""
-    return full.abs() <= 2**-10 * (full - offset).abs() + 1e-6 * offset.abs().max()
-
-
-@pytest.mark.parametrize("size", SIZES)
-def test_decisions_differ_from_float64s_only_next_to_the_kink(size):
-    case = RELU[0]
+def test_decisions_differ_from_float64s_only_next_to_the_kink(case, size):
     for seed in range(8):
         centered = center(case, size, seed, format="fp16")
         decisions = run_recorded(case, centered)
         at_offset, at_value = replay(case, centered, decisions)
         for decided, u, full in zip(decisions, at_offset.seen, at_value.seen, strict=True):
-            differs = (full > 0) != decided.after
-            assert not (differs & ~is_near_the_kink(u, full)).any()
-            assert torch.equal(
-                decided.before | is_near_the_kink(u, u), (u > 0) | is_near_the_kink(u, u)
-            )
+            assert_decided(decided, u, full - u, elementwise=True)
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_decisions_are_those_of_the_unrounded_offset_plus_the_delta(size):
-    for seed in range(8):
-        for decided in run_recorded(RELU[0], center(RELU[0], size, seed, format="fp16")):
-            full = decided.offset.double() + decided.delta.double()
-            differs = (full > 0) != decided.after
-            assert not (differs & (full.abs() > 1e-7 * decided.offset.abs())).any()
+@by_name([LENET, BATCH_NORM_NET, RESNET])
+def test_decisions_of_deep_nets_differ_only_within_the_error_of_the_deltas(case, size):
+    """Which is a part of the deltas' norm: that of one element may be larger than itself."""
+    for seed in range(4) if case is not RESNET else [0]:
+        centered = center(case, size, seed, format="fp16")
+        decisions = run_recorded(case, centered)
+        at_offset, at_value = replay(case, centered, decisions)
+        for decided, u, full in zip(decisions, at_offset.seen, at_value.seen, strict=True):
+            assert_decided(decided, u, full - u, elementwise=False)
+
+
+@pytest.mark.parametrize("size", SIZES)
+@by_name(DECIDING)
+def test_decisions_are_those_of_the_unrounded_offset_plus_the_delta(case, size):
+    for seed in range(4) if case is not RESNET else [0]:
+        for decided in run_recorded(case, center(case, size, seed, format="fp16")):
+            assert_decided(decided, decided.offset.double(), decided.delta.double(), True)
+
+
+def assert_decided(decided: Decision, u: Tensor, e: Tensor, elementwise: bool) -> None:
+    """Check that float64 decides alike, but where row 4b lets it differ."""
+    if not elementwise:
+        e_size = torch.maximum(e.abs(), 4 * e.square().mean().sqrt())
+    else:
+        e_size = e.abs()
+    for choice, x, size in ((decided.after, u + e, e_size), (decided.before, u, 0 * e_size)):
+        margin = distance_from_kink(choice, x)
+        room = 2**-10 * at_decision(choice, size) + 1e-6 * u.abs().max()
+        assert not ((decide(choice, x) != choice) & (margin > room)).any()
+
+
+@pytest.mark.parametrize("size", SIZES)
+@by_name([LENET, BATCH_NORM_NET])
+def test_against_float64s_own_decisions_few_make_a_difference(case, size):
+    errors = []
+    for seed in range(11):
+        centered = center(case, size, seed, format="fp16")
+        run(case, centered)
+        errors.append(delta_error(case, centered))
+    assert sorted(errors)[5] <= (3e-2 if size >= 1e-3 else 2e-3)

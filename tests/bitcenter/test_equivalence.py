@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import halp
-from tests.cases import CASES, DROPOUT, LOGISTIC, MLPS, RELU, Case
+from tests.cases import CASES, DROPOUT, LOGISTIC, MLPS, RELU, Case, by_name
 
 CYCLES, T = 3, 5
 #: The last batch is a short one, and T does not divide an epoch.
@@ -87,7 +87,7 @@ PAIRS = pytest.mark.parametrize(
 
 
 @PAIRS
-@pytest.mark.parametrize("case", CASES, ids=str)
+@by_name(CASES)
 def test_without_rounding_the_bit_centered_solver_is_the_plain_one(case, bit_centered, plain):
     assert_equivalent(case, bit_centered, plain, EVERYTHING)
 
