@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError
+
+Transform: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
+"""Maps inputs and labels of a batch to those that are yielded; draws only from the generator."""
 
 
 class Batches:
@@ -15,19 +19,24 @@ class Batches:
 
     Every iteration visits each row once; the last batch is short where ``batch_size`` does not
     divide the number of rows. Rows come in file order or, with ``shuffle``, in a fresh order for
-    each iteration, drawn when the iteration begins: starting another one while the first is
-    under way does not change what is left of the first. The global random state is never touched.
+    each iteration. All that an iteration draws is settled when it begins, even what a transform
+    draws later: starting another one while the first is under way does not change what is left
+    of the first. The global random state is never touched.
 
     Args:
         inputs: tensor of N rows.
         labels: tensor of N rows on the same device.
         batch_size: rows in a batch, at least 1.
         shuffle: draw a fresh order for each iteration.
-        seed: of the orders.
+        seed: of the orders and of what the transform draws.
+        transform: applied to every batch when it is yielded, as in ``crop_and_flip``: it takes
+            inputs, labels and a CPU generator that is the iteration's own, and must leave the
+            tensors that it is given as they are.
 
     Attributes:
-        generator: the source of the orders, None in file order. Whoever restores its state
-            after an extra iteration (``optimizer.snapshot`` does) leaves later orders unchanged.
+        generator: the source of all randomness, from which each iteration draws when it begins;
+            None with neither ``shuffle`` nor ``transform``. Whoever restores its state after an
+            extra iteration (``optimizer.snapshot`` does) leaves later batches unchanged.
 
     Raises:
         DataError: no rows, differing numbers of rows, a batch size below 1, or an input
@@ -41,6 +50,7 @@ class Batches:
         batch_size: int,
         shuffle: bool = False,
         seed: int = 0,
+        transform: Transform | None = None,
     ) -> None:
         if batch_size < 1:
             raise DataError(f"the batch size must be at least 1, not {batch_size}")
@@ -52,14 +62,25 @@ class Batches:
         self.inputs = inputs
         self.labels = labels
         self.batch_size = batch_size
-        self.generator = torch.Generator().manual_seed(seed) if shuffle else None
+        self.shuffle = shuffle
+        self.transform = transform
+        drawing = shuffle or transform is not None
+        self.generator = torch.Generator().manual_seed(seed) if drawing else None
 
     def __len__(self) -> int:
         return -(-len(self.labels) // self.batch_size)
 
     def __iter__(self) -> Iterator[tuple[Tensor, Tensor]]:
-        # Not itself a generator function: one would draw the order only at its first next().
-        if self.generator is None:
+        # Not itself a generator function: one would draw only at its first next().
+        batches = self._rows()
+        if self.transform is None:
+            return batches
+        transform, own = self.transform, torch.Generator()
+        own.manual_seed(int(torch.randint(2**63 - 1, (), generator=self.generator)))
+        return (transform(inputs, labels, own) for inputs, labels in batches)
+
+    def _rows(self) -> Iterator[tuple[Tensor, Tensor]]:
+        if not self.shuffle:
             return zip(
                 self.inputs.split(self.batch_size), self.labels.split(self.batch_size), strict=True
             )

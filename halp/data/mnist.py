@@ -2,30 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import sys
 from pathlib import Path
 from typing import Any
 
 from torch import Tensor
 
 from halp.data.dataset import DataError, Dataset
+from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
 
 FILES = (
     "train-images-idx3-ubyte",
     "train-labels-idx1-ubyte",
     "t10k-images-idx3-ubyte",
     "t10k-labels-idx1-ubyte",
-)
-# What torchvision raises for a failed download, an unreadable folder, and a damaged file.
-_READING_ERRORS = (
-    RuntimeError,
-    OSError,
-    EOFError,
-    ValueError,
-    TypeError,
-    LookupError,
-    AssertionError,
 )
 
 
@@ -46,9 +35,9 @@ def load_mnist(data_dir: Path | str) -> Dataset:
     folder = min(candidates, key=lambda folder: len(_missing(folder)))
     try:
         train, test = _read(folder, train=True), _read(folder, train=False)
-    except _READING_ERRORS as error:
-        reason = " ".join(str(error).split()) or type(error).__name__
-        raise DataError(f"{_advice(folder, Path(data_dir))} (torchvision: {reason})") from error
+    except FETCHING_ERRORS as error:
+        advice = _advice(folder, Path(data_dir))
+        raise DataError(f"{advice} (torchvision: {reason_of(error)})") from error
     return Dataset(
         name="mnist",
         train_inputs=_inputs(train),
@@ -84,8 +73,7 @@ def _advice(folder: Path, data_dir: Path) -> str:
 def _read(folder: Path, train: bool) -> Any:
     from torchvision.datasets import MNIST
 
-    # torchvision reports failing mirrors on stdout, which belongs to the results.
-    with contextlib.redirect_stdout(sys.stderr):
+    with stdout_to_stderr():  # torchvision reports failing mirrors there
         return MNIST(str(folder), train=train, download=True)
 
 

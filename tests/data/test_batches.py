@@ -5,7 +5,9 @@ import math
 import pytest
 import torch
 
-from halp.data import Batches, DataError
+from halp.data import IGNORED, Batches, DataError, crop_and_flip, trim_padding
+from halp.optim import SVRG
+from halp.optim.preserve import generators_of, preserved
 
 
 def make(rows: int = 10, batch_size: int = 4, **options) -> Batches:
@@ -113,3 +115,116 @@ def test_no_data_is_refused():
 def test_differing_numbers_of_inputs_and_labels_are_refused():
     with pytest.raises(DataError, match="3 inputs but 2 labels"):
         Batches(torch.zeros(3, 2), torch.zeros(2), batch_size=4)
+
+
+# Transforms.
+
+
+def add_noise(inputs, labels, generator):
+    return inputs + torch.rand(inputs.shape, generator=generator), labels
+
+
+def contents(iteration) -> list[torch.Tensor]:
+    return [inputs for inputs, _ in iteration]
+
+
+def same(some: list[torch.Tensor], others: list[torch.Tensor]) -> bool:
+    return len(some) == len(others) and all(map(torch.equal, some, others))
+
+
+def test_a_transform_sees_every_batch():
+    def negate(inputs, labels, generator):
+        return -inputs, labels + 100
+
+    plain, transformed = list(make()), list(make(transform=negate))
+    for (inputs, labels), (negative, shifted) in zip(plain, transformed, strict=True):
+        assert torch.equal(negative, -inputs)
+        assert torch.equal(shifted, labels + 100)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_transform_draws_anew_in_every_iteration_and_the_seed_decides(shuffle):
+    def two_iterations(seed):
+        batches = make(shuffle=shuffle, seed=seed, transform=add_noise)
+        return contents(batches), contents(batches)
+
+    first, second = two_iterations(seed=1)
+    assert not same(first, second)
+    assert same([*first, *second], [x for part in two_iterations(seed=1) for x in part])
+    assert not same(first, two_iterations(seed=2)[0])
+
+
+def test_a_transform_does_not_change_the_first_order():
+    assert order_of(make(rows=50, shuffle=True)) == order_of(
+        make(rows=50, shuffle=True, transform=add_noise)
+    )
+
+
+def test_only_batches_that_draw_have_a_generator():
+    assert make().generator is None
+    assert make(shuffle=True).generator is not None
+    assert make(transform=trim_padding).generator is not None
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_nested_iteration_does_not_change_what_a_transform_still_draws(shuffle):
+    undisturbed = make(shuffle=shuffle, transform=add_noise)
+    expected = contents(undisturbed)
+    batches = make(shuffle=shuffle, transform=add_noise)
+    outer = iter(batches)
+    begun = contents([next(outer)])
+    list(batches)
+    assert same(begun + contents(outer), expected)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_nested_iteration_under_preserved_generators_leaves_no_trace(shuffle):
+    undisturbed = make(shuffle=shuffle, transform=add_noise)
+    expected = contents(undisturbed) + contents(undisturbed)
+    batches = make(shuffle=shuffle, transform=add_noise)
+    outer = iter(batches)
+    seen = contents([next(outer)])
+    with preserved([], generators_of(batches)):
+        list(batches)
+    seen += contents(outer) + contents(batches)
+    assert same(seen, expected)
+
+
+@pytest.mark.parametrize("shuffle", [False, True])
+def test_a_snapshot_in_the_middle_of_an_epoch_leaves_augmented_batches_unchanged(shuffle):
+    images, targets = torch.rand(10, 1, 6, 6), torch.rand(10, 1)
+
+    def epochs(snapshots: bool) -> list[torch.Tensor]:
+        batches = Batches(images, targets, 3, shuffle=shuffle, transform=crop_and_flip)
+        model = torch.nn.Linear(36, 1)
+        optimizer = SVRG(model.parameters(), lr=0.1, T=2)
+
+        def loss_of(x, y):
+            optimizer.zero_grad()
+            loss = (model(x.flatten(1)) - y).square().mean()
+            loss.backward()
+            return loss
+
+        seen = []
+        for _ in range(3):
+            for inputs, _ in batches:
+                if snapshots:
+                    optimizer.snapshot(batches, loss_of)
+                seen.append(inputs)
+        return seen
+
+    with_snapshots, without = epochs(True), epochs(False)
+    assert same(with_snapshots, without)
+    assert not same(without[:4], without[4:8])  # every epoch has crops of its own
+
+
+def test_a_transform_leaves_the_global_random_state_alone():
+    before = torch.get_rng_state()
+    list(make(transform=add_noise, shuffle=True))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_batches_of_sequences_are_cut_to_their_longest():
+    labels = torch.tensor([[0, IGNORED, IGNORED], [0, 0, IGNORED], [0, 0, 0]])
+    batches = Batches(labels.clamp(min=0), labels, batch_size=2, transform=trim_padding)
+    assert [tuple(words.shape) for words, _ in batches] == [(2, 2), (1, 3)]
