@@ -10,6 +10,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from halp.bitcenter.dispatch import Operand, register_handler, register_rule, wrap
+from halp.bitcenter.rules.activation import kept
 from halp.bitcenter.rules.linear import delta_of, same_operation
 from halp.bitcenter.tensor import BitCenteredTensor
 
@@ -128,10 +129,9 @@ def winners(u: Tensor, e: Tensor, best: Tensor, windows: list[Windows]) -> tuple
     Returns:
         The delta in e's dtype, and flat indices into the pooled dimensions.
     """
-    change = torch.full_like(best, -torch.inf, dtype=e.dtype)
-    winner = torch.zeros_like(best, dtype=torch.int64)
     dims = range(-len(windows), 0)
     windows = [Windows(at.to(u.device), valid.to(u.device)) for at, valid in windows]
+    candidates, indices = [], []
     for position in itertools.product(*(range(len(along.at)) for along in windows)):
         u_i, e_i = u, e
         index = torch.zeros((), dtype=torch.int64, device=u.device)
@@ -141,11 +141,12 @@ def winners(u: Tensor, e: Tensor, best: Tensor, windows: list[Windows]) -> tuple
             u_i, e_i = u_i.index_select(dim, at), e_i.index_select(dim, at)
             index = index * u.shape[dim] + at.view(across)
             valid = valid & along.valid[i].view(across)
-        candidate = (u_i - best).to(e.dtype) + e_i
-        wins = valid & ((candidate > change) | candidate.isnan())
-        change = torch.where(wins, candidate, change)
-        winner = torch.where(wins, index, winner)
-    return change, winner
+        gap = (u_i - best).to(e.dtype)
+        candidates.append((gap + e_i).masked_fill_(~valid, -torch.inf))
+        indices.append(index)
+    change, which = torch.stack(candidates).max(0)
+    table = torch.stack(indices).view(len(indices), *[1] * (u.dim() - len(windows)), *index.shape)
+    return change, table.expand(-1, *best.shape).gather(0, which.unsqueeze(0)).squeeze(0)
 
 
 def max_pool_backward(op: OpOverload, gradient: Operand, x: Operand, *how: Any) -> Any:
@@ -159,7 +160,7 @@ def max_pool_backward(op: OpOverload, gradient: Operand, x: Operand, *how: Any) 
 
     if not isinstance(winner, Operand):
         return route(e, winner)
-    moved = torch.where(winner.before == winner.after, 0, gradient.offset)
+    moved = kept(gradient.offset, winner.before != winner.after)
     return route(e + moved, winner.after) - route(moved, winner.before)
 
 
