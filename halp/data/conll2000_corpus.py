@@ -6,6 +6,7 @@ import functools
 import io
 import warnings
 import zipfile
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple, TypeAlias
@@ -46,8 +47,9 @@ def prepare_conll2000(folders: Sequence[Path], download_to: Path) -> TaggedCorpu
     """Make the corpus that `halp.data.load_conll2000` reads.
 
     Words are stemmed by Porter's algorithm, which also makes them lower case, and tags mapped to
-    the twelve universal ones. The vocabulary is that of the training set, in order of first
-    appearance, after one index for padding and one for unknown words.
+    the twelve universal ones. The vocabulary is the words that occur at least twice in the training
+    set, in order of first appearance, after one index for padding and one for unknown words. Words
+    that occur once are unknown: what stands for unknown words is learned from them.
 
     Args:
         folders: where ``corpora/conll2000`` and ``taggers/universal_tagset`` are looked for, as
@@ -66,10 +68,9 @@ def prepare_conll2000(folders: Sequence[Path], download_to: Path) -> TaggedCorpu
         _sentences(text, universal) for text in _package(CORPUS, CORPUS_FILES, folders, download_to)
     )
     stem: Callable[[str], str] = functools.cache(nltk.stem.PorterStemmer().stem)
-    indices: dict[str, int] = {}
-    for sentence in train:
-        for word, _ in sentence:
-            indices.setdefault(stem(word), len(RESERVED) + len(indices))
+    counts = Counter(stem(word) for sentence in train for word, _ in sentence)
+    known = [word for word, count in counts.items() if count >= 2]
+    indices = {word: index for index, word in enumerate(known, len(RESERVED))}
     return TaggedCorpus(
         train=_indexed(train, stem, indices),
         test=_indexed(test, stem, indices),

@@ -16,7 +16,7 @@ The DT B-NP
 pound NN I-NP
 widened VBD B-VP
 """
-TEST = "Confidences NNS B-NP\nfell VBD B-VP\n\n. . O\n\n\n"
+TEST = "Pounds NNS B-NP\nfell VBD B-VP\n\n. . O\n\n\n"
 MAP = "IN\tADP\nDT\tDET\nNN\tNOUN\nNNS\tNOUN\nVBD\tVERB\n.\t.\nFW\tX\n"
 
 

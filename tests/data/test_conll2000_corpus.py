@@ -1,5 +1,6 @@
 """Making indices of CoNLL-2000: of a small corpus, and of the real one against nltk's."""
 
+from collections import Counter
 from pathlib import Path
 
 import nltk
@@ -39,17 +40,16 @@ def sentences(part: TaggedWords, names, values) -> list[list[str]]:
 # A small corpus.
 
 
-def test_words_are_stemmed_and_indexed_in_order_of_appearance(prepared):
+def test_stems_that_occur_twice_are_indexed_in_order_of_appearance(prepared):
     corpus = prepared()
-    stems = ["<pad>", "<unk>", "confid", "in", "the", "pound", ".", "widen"]
-    assert corpus.vocabulary.tolist() == stems
-    assert corpus.train.words.tolist() == [2, 3, 4, 5, 6, 4, 5, 7]
+    assert corpus.vocabulary.tolist() == ["<pad>", "<unk>", "the", "pound"]
+    assert corpus.train.words.tolist() == [1, 1, 2, 3, 1, 2, 3, 1]
     assert corpus.train.lengths.tolist() == [5, 3]
 
 
-def test_test_words_that_the_training_set_lacks_are_unknown(prepared):
+def test_test_words_that_the_training_set_has_not_twice_are_unknown(prepared):
     corpus = prepared()
-    assert corpus.test.words.tolist() == [2, 1, 6]
+    assert corpus.test.words.tolist() == [3, 1, 1]
     assert corpus.test.lengths.tolist() == [2, 1]
 
 
@@ -63,8 +63,8 @@ def test_tags_are_the_universal_ones(prepared):
 
 
 def test_a_word_spelled_like_padding_is_a_word(prepared):
-    corpus = prepared(train="<pad> NN B-NP\n<unk> NN B-NP\n")
-    assert corpus.train.words.tolist() == [2, 3]
+    corpus = prepared(train=2 * "<pad> NN B-NP\n<unk> NN B-NP\n")
+    assert corpus.train.words.tolist() == [2, 3, 2, 3]
 
 
 @pytest.mark.parametrize("ending", ["\n", "\r\n"])
@@ -180,12 +180,13 @@ def test_the_real_corpus_has_the_words_and_tags_that_nltk_reads(halp_data, monke
     corpus = prepare_conll2000([folder], download_to=folder)
     monkeypatch.setattr(nltk.data, "path", [str(folder)])
     stem = nltk.stem.PorterStemmer().stem
-    known = set()
+    known: set[str] = set()
     for name, part in (("train", corpus.train), ("test", corpus.test)):
         tagged = nltk.corpus.conll2000.tagged_sents(f"{name}.txt", tagset="universal")
         expected = [[(stem(word), tag) for word, tag in sentence] for sentence in tagged]
         if name == "train":
-            known = {word for sentence in expected for word, _ in sentence}
+            counts = Counter(word for sentence in expected for word, _ in sentence)
+            known = {word for word, count in counts.items() if count > 1}
         words = sentences(part, corpus.vocabulary, part.words)
         tags = sentences(part, corpus.tag_names, part.tags)
         assert tags == [[tag for _, tag in sentence] for sentence in expected]
