@@ -14,7 +14,7 @@ from pathlib import Path
 
 from halp.training import EpochRecord, plot_convergence
 from run_models import MISTAKES, run
-from settings import REPOSITORY, Parser, Settings, UsageError, parse
+from settings import REPOSITORY, HelpFormatter, Parser, Settings, UsageError, parse
 from tables import SOLVERS
 
 DEFAULTS = (
@@ -58,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="compare_runs.py",
         description=__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         epilog=f"DEFAULTS: {' '.join(DEFAULTS)}",
         allow_abbrev=False,
     )
@@ -84,10 +84,16 @@ def _parser() -> argparse.ArgumentParser:
 def _settings(solvers: Sequence[str], output: str, flags: Sequence[str]) -> list[Settings]:
     if any(flag.split("=")[0] == "--solver" for flag in flags):
         raise UsageError("name the solvers to compare with --solvers, not --solver")
-    return [
+    settings = [
         parse([*DEFAULTS, *flags, f"--solver={solver}", f"--output={Path(output) / solver}"])
         for solver in dict.fromkeys(solvers)
     ]
+    if any(each.resnet_save_epochs for each in settings[1:]):
+        raise UsageError(
+            "--resnet-save-ckpt would write the same files for several solvers: save with "
+            "run_models.py, or name one solver with --solvers"
+        )
+    return settings
 
 
 def _title(settings: Settings) -> str:

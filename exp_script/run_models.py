@@ -10,21 +10,32 @@ import sys
 from collections.abc import Callable, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
 import halp
-from halp.data import Batches, DataError, Dataset
+from halp.data import Batches, DataError, Dataset, crop_and_flip, trim_padding
+from halp.models import ResNet18
 from halp.optim.base import Solver
-from halp.training import EpochRecord, RecordError, RunFolder, measure, train
+from halp.training import (
+    Checkpoint,
+    CheckpointError,
+    CheckpointFolder,
+    EpochRecord,
+    RecordError,
+    RunFolder,
+    measure,
+    train,
+)
 from settings import Settings, UsageError, parse
 from tables import DATASETS, MODELS, SOLVERS
 
-MISTAKES = (UsageError, DataError, RecordError)
+MISTAKES = (UsageError, DataError, RecordError, CheckpointError)
 """What a person can put right; shown as one sentence. Anything else is a bug, with a traceback."""
 
 
@@ -55,17 +66,24 @@ def run(
         report: is given every record as soon as it exists.
 
     Raises:
-        UsageError, DataError, RecordError: something that the person who asked can put right.
+        UsageError, DataError, RecordError, CheckpointError: something that the person who asked
+            can put right.
     """
     data = _load(settings)
-    batches, test = _batches(data, settings)
+    batches, measured, test = _batches(data, settings)
     settings = _resolved(settings, data, batches)
     torch.manual_seed(settings.seed)
-    model = MODELS[settings.model](data).to(settings.device)
+    model = _model(data, settings)
+    checkpoint = _loaded(model, data, settings)
     optimizer = _solver(model, settings)
+    if checkpoint is not None:
+        checkpoint.load_momentum(model, optimizer)
+    after_epoch = _after_epoch(model, optimizer, data, settings)
     records = []
     with _output(settings) as folder, _progress(settings, len(batches)) as bar:
         announce(_description(settings, data, len(batches)))
+        if checkpoint is not None:
+            announce(f"starts from epoch {settings.resnet_load_epoch}: {checkpoint}")
         for record in train(
             model,
             optimizer,
@@ -74,7 +92,7 @@ def run(
             epochs=settings.n_epochs,
             measure=lambda: measure(
                 model,
-                batches,
+                measured,
                 test,
                 cross_entropy,
                 weight_decay=settings.reg,
@@ -82,6 +100,7 @@ def run(
             ),
             measure_every=settings.measure_every,
             after_step=bar.update,
+            after_epoch=after_epoch,
         ):
             records.append(record)
             if folder is not None:
@@ -101,20 +120,27 @@ def _load(settings: Settings) -> Dataset:
         data = data.first(settings.limit_train)
     if settings.n_classes is not None:
         data = dataclasses.replace(data, n_classes=settings.n_classes)
-    return data
+    return MODELS[settings.model].prepare(data)
 
 
-def _batches(data: Dataset, settings: Settings) -> tuple[Batches, Batches]:
-    """Training and test batches on the run's device; only the training ones are ever shuffled."""
+def _batches(data: Dataset, settings: Settings) -> tuple[Batches, Batches, Batches]:
+    """Batches on the run's device: to train on, and training and test data to measure on.
+
+    What is measured is never shuffled or augmented.
+    """
     data = data.to(settings.device, settings.dtype)
+    trim = None if data.n_words is None else trim_padding
+    size = settings.batch_size
     train = Batches(
         data.train_inputs,
         data.train_labels,
-        settings.batch_size,
+        size,
         shuffle=settings.shuffle,
         seed=settings.seed,
+        transform=crop_and_flip if settings.augment else trim,
     )
-    return train, Batches(data.test_inputs, data.test_labels, settings.batch_size)
+    measured = Batches(data.train_inputs, data.train_labels, size, transform=trim)
+    return train, measured, Batches(data.test_inputs, data.test_labels, size, transform=trim)
 
 
 def _resolved(settings: Settings, data: Dataset, batches: Batches) -> Settings:
@@ -128,11 +154,37 @@ def _resolved(settings: Settings, data: Dataset, batches: Batches) -> Settings:
     )
 
 
-def _solver(model: nn.Module, settings: Settings) -> Solver:
-    """Make the solver; the model is brought into the form that it trains."""
-    entry = SOLVERS[settings.solver]
-    if not entry.bit_centered:
+def _model(data: Dataset, settings: Settings) -> nn.Module:
+    """A new model on the run's device, in the dtype that its solver trains."""
+    model = MODELS[settings.model].build(data, **_options(settings)).to(settings.device)
+    if not SOLVERS[settings.solver].bit_centered:
         model.to(settings.dtype)  # else deltas stay float32; only offsets are held more precisely
+    return model
+
+
+def _options(settings: Settings) -> dict[str, int]:
+    """What the model is built with beside data."""
+    return {} if settings.resnet_width is None else {"width": settings.resnet_width}
+
+
+def _loaded(model: nn.Module, data: Dataset, settings: Settings) -> Checkpoint | None:
+    """Load the checkpoint that the run starts from, if any, into the model."""
+    if settings.resnet_load_epoch is None:
+        return None
+    checkpoint = _checkpoints(settings).read(settings.resnet_load_epoch)
+    checkpoint.check_architecture(
+        _architecture(data, settings),
+        flags={"width": "--resnet-width", "n_classes": "--n-classes"},
+    )
+    checkpoint.load_model(model)
+    if settings.resnet_fine_tune:
+        cast(ResNet18, model).freeze_features()
+    return checkpoint
+
+
+def _solver(model: nn.Module, settings: Settings) -> Solver:
+    """Make the solver; the model is bit-centered if that is what it trains."""
+    entry = SOLVERS[settings.solver]
     options: dict[str, Any] = {
         "lr": settings.alpha,
         "momentum": settings.momentum,
@@ -157,6 +209,62 @@ def _solver(model: nn.Module, settings: Settings) -> Solver:
     except ValueError as error:
         raise UsageError(str(error)) from error
     return solver
+
+
+def _after_epoch(
+    model: nn.Module, optimizer: Solver, data: Dataset, settings: Settings
+) -> Callable[[int], object]:
+    """What happens at the end of an epoch: a checkpoint where one is due, then the schedule.
+
+    Raises:
+        CheckpointError: a checkpoint of the run could not be written.
+    """
+    scheduler = MultiStepLR(optimizer, list(settings.resnet_lr_drops), gamma=0.1)
+    checkpoints = _checkpoints(settings)
+    if settings.resnet_save_epochs:
+        checkpoints.prepare(settings.resnet_save_epochs)
+
+    def after_epoch(epoch: int) -> None:
+        if epoch in settings.resnet_save_epochs:
+            checkpoint = Checkpoint.of(
+                model,
+                optimizer,
+                architecture=_architecture(data, settings),
+                origin=_origin(epoch, optimizer, settings),
+            )
+            checkpoints.write(epoch, checkpoint)
+        scheduler.step()
+
+    return after_epoch
+
+
+def _checkpoints(settings: Settings) -> CheckpointFolder:
+    return CheckpointFolder(Path(settings.resnet_folder or ""), settings.model)
+
+
+def _architecture(data: Dataset, settings: Settings) -> dict[str, Any]:
+    return {
+        "name": settings.model,
+        **_options(settings),
+        "in_channels": data.input_shape[0],
+        "n_classes": data.n_classes,
+    }
+
+
+def _origin(epoch: int, optimizer: Solver, settings: Settings) -> dict[str, Any]:
+    versions = _versions()
+    return {
+        "solver": settings.solver,
+        "format": settings.format,
+        "rounding": settings.rounding,
+        "dataset": settings.dataset,
+        "seed": settings.seed,
+        "epoch": epoch,
+        "learning rate": optimizer.param_groups[0]["lr"],
+        "momentum": settings.momentum,
+        "halp": versions["halp"],
+        "torch": versions["torch"],
+    }
 
 
 def _output(settings: Settings) -> contextlib.AbstractContextManager[RunFolder | None]:

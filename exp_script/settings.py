@@ -7,16 +7,32 @@ import math
 import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import NoReturn, TypeVar
 
 import torch
 
 from halp import formats
 from halp.grid import ROUNDINGS
-from tables import DATASETS, MODELS, SOLVERS
+from tables import DATASETS, MODELS, REPOSITORY, SOLVERS
 
-REPOSITORY = Path(__file__).resolve().parents[1]
+__all__ = [
+    "REPOSITORY",
+    "HelpFormatter",
+    "Parser",
+    "Settings",
+    "UsageError",
+    "make_parser",
+    "parse",
+]
+
+RESNET_WIDTH = 64
+RESNET_SAVE_EPOCHS = (1, 300)
+RESNET_LR_DROPS = (150, 250)
+"""By default of a run that saves checkpoints: the recipe that the fine-tuning experiment is of."""
+
+SAVING = ("sgd", "lp-sgd")
+"""Solvers that save checkpoints; every solver loads them."""
+
 N = TypeVar("N", int, float)
 
 
@@ -32,9 +48,18 @@ class Parser(argparse.ArgumentParser):
         raise UsageError(message)
 
 
+class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Adds a flag's default to its help where there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        if action.default is None or action.default is False:
+            return action.help
+        return super()._get_help_string(action)
+
+
 @dataclass(frozen=True)
 class Settings:
-    """One run. A setting that the solver has no use for is None."""
+    """One run. A setting that the solver or the model has no use for is None."""
 
     dataset: str
     model: str
@@ -52,6 +77,7 @@ class Settings:
     n_classes: int | None  # None: as many as the data set has
     seed: int
     shuffle: bool
+    augment: bool
     limit_train: int | None
     offset_dtype: str
     on_site_compute: bool
@@ -59,6 +85,12 @@ class Settings:
     measure_every: int
     data_dir: str
     output: str | None
+    resnet_width: int | None
+    resnet_lr_drops: tuple[int, ...]  # epochs after which the learning rate falls to a tenth
+    resnet_save_epochs: tuple[int, ...]  # those that the run reaches; none: nothing is saved
+    resnet_load_epoch: int | None  # None: nothing is loaded
+    resnet_folder: str | None  # of checkpoints, for both
+    resnet_fine_tune: bool
 
     @property
     def dtype(self) -> torch.dtype:
@@ -78,7 +110,6 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         UsageError: it cannot be carried out, whatever the data.
     """
     args = make_parser().parse_args(argv)
-    _refuse_resnet_flags(args)
     _known("model", args.model, MODELS)
     _known("dataset", args.dataset, DATASETS)
     _known("solver", args.solver, SOLVERS)
@@ -88,6 +119,9 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
             "--cuda was given, but PyTorch finds no CUDA device: leave it out to run on the CPU"
         )
     _check_mu(args)
+    _check_augment(args)
+    _check_resnet(args)
+    saves = args.resnet_save_ckpt
     return Settings(
         dataset=args.dataset,
         model=args.model,
@@ -105,6 +139,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         n_classes=args.n_classes,
         seed=args.seed,
         shuffle=args.shuffle,
+        augment=args.augment,
         limit_train=args.limit_train,
         offset_dtype=args.offset_dtype,
         on_site_compute=solver.bit_centered,
@@ -112,6 +147,12 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         measure_every=args.measure_every,
         data_dir=str(args.data_dir or os.environ.get("HALP_DATA") or REPOSITORY / "datasets"),
         output=args.output,
+        resnet_width=(args.resnet_width or RESNET_WIDTH) if args.model == "resnet" else None,
+        resnet_lr_drops=_epochs(args.resnet_lr_drops, RESNET_LR_DROPS if saves else ()),
+        resnet_save_epochs=_save_epochs(args) if saves else (),
+        resnet_load_epoch=args.resnet_load_ckpt_epoch_id,
+        resnet_folder=args.resnet_save_ckpt_path,
+        resnet_fine_tune=args.resnet_fine_tune,
     )
 
 
@@ -120,7 +161,7 @@ def make_parser() -> Parser:
     parser = Parser(
         prog="run_models.py",
         description="Train one model on one data set with one solver, and measure it every epoch.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what to run")
@@ -134,6 +175,9 @@ def make_parser() -> Parser:
     )
     what.add_argument("-s", "--seed", type=_seed, default=0, help="of everything random")
     what.add_argument("--shuffle", action="store_true", help="reorder the samples every epoch")
+    what.add_argument(
+        "--augment", action="store_true", help="crop and flip training images at random"
+    )
     what.add_argument("--limit-train", type=_count, metavar="N", help="first N samples only")
     what.add_argument("--cuda", action="store_true", help="run on the GPU")
 
@@ -184,21 +228,95 @@ def make_parser() -> Parser:
         "--measure-every", type=_count, default=1, metavar="N", help="measure every N epochs"
     )
 
-    resnet = parser.add_argument_group("reserved for --model=resnet")
-    for flag in ("--resnet-save-ckpt", "--resnet-load-ckpt", "--resnet-fine-tune"):
-        resnet.add_argument(flag, action="store_true", help=argparse.SUPPRESS)
-    for flag in ("--resnet-save-ckpt-path", "--resnet-load-ckpt-epoch-id"):
-        resnet.add_argument(flag, help=argparse.SUPPRESS)
+    _add_resnet_flags(parser)
     return parser
 
 
-def _refuse_resnet_flags(args: argparse.Namespace) -> None:
-    for name, value in vars(args).items():
-        if name.startswith("resnet_") and value not in (None, False):
-            raise UsageError(
-                f"--{name.replace('_', '-')} belongs to --model=resnet, which is not available: "
-                f"choose {_any_of(MODELS)}, without it"
-            )
+def _add_resnet_flags(parser: Parser) -> None:
+    group = parser.add_argument_group("checkpoints and fine-tuning (--model=resnet)")
+    group.add_argument(
+        "--resnet-width",
+        type=_count,
+        metavar="N",
+        help=f"channels of the first stage, by default {RESNET_WIDTH}",
+    )
+    group.add_argument(
+        "--resnet-save-ckpt", action="store_true", help="save checkpoints; for sgd and lp-sgd"
+    )
+    group.add_argument(
+        "--resnet-save-ckpt-path", metavar="DIR", help="folder to save into and to load from"
+    )
+    group.add_argument(
+        "--resnet-save-epochs",
+        type=_count,
+        nargs="+",
+        metavar="E",
+        help="save after these epochs, by default "
+        f"{' '.join(map(str, RESNET_SAVE_EPOCHS))}, and always after the last",
+    )
+    group.add_argument(
+        "--resnet-lr-drops",
+        type=_count,
+        nargs="*",
+        metavar="E",
+        help="divide the learning rate by 10 after these epochs; by default "
+        f"{' '.join(map(str, RESNET_LR_DROPS))} with --resnet-save-ckpt, else none",
+    )
+    group.add_argument(
+        "--resnet-load-ckpt", action="store_true", help="start from a checkpoint, with any solver"
+    )
+    group.add_argument(
+        "--resnet-load-ckpt-epoch-id", type=_count, metavar="E", help="epoch of that checkpoint"
+    )
+    group.add_argument(
+        "--resnet-fine-tune",
+        action="store_true",
+        help="train the last layer of the loaded checkpoint only",
+    )
+
+
+def _check_resnet(args: argparse.Namespace) -> None:
+    given = {
+        f"--{name.replace('_', '-')}"
+        for name, value in vars(args).items()
+        if name.startswith("resnet_") and value is not None and value is not False
+    }
+    if given and args.model != "resnet":
+        raise UsageError(f"{min(given)} is for --model=resnet, not for --model={args.model}")
+    saves, loads, folder = "--resnet-save-ckpt", "--resnet-load-ckpt", "--resnet-save-ckpt-path"
+    for flag, needed in (
+        (saves, folder),
+        (loads, folder),
+        (loads, "--resnet-load-ckpt-epoch-id"),
+        ("--resnet-load-ckpt-epoch-id", loads),
+        ("--resnet-fine-tune", loads),
+        ("--resnet-save-epochs", saves),
+    ):
+        if flag in given and needed not in given:
+            raise UsageError(f"{flag} was given without {needed}: add it, or leave {flag} out")
+    if folder in given and not given & {saves, loads}:
+        raise UsageError(f"{folder} was given, but neither {saves} nor {loads}: add one of them")
+    if saves in given and args.solver not in SAVING:
+        raise UsageError(
+            f"{saves} is for --solver={_any_of(SAVING)}, not for --solver={args.solver}"
+        )
+
+
+def _save_epochs(args: argparse.Namespace) -> tuple[int, ...]:
+    epochs = (*_epochs(args.resnet_save_epochs, RESNET_SAVE_EPOCHS), args.n_epochs)
+    return tuple(sorted({epoch for epoch in epochs if epoch <= args.n_epochs}))
+
+
+def _epochs(given: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int, ...]:
+    return default if given is None else tuple(sorted(set(given)))
+
+
+def _check_augment(args: argparse.Namespace) -> None:
+    if args.augment and not MODELS[args.model].takes_images:
+        images = [name for name, entry in MODELS.items() if entry.takes_images]
+        raise UsageError(
+            f"--augment is for --model={_any_of(images)}, not for --model={args.model}"
+        )
 
 
 def _check_mu(args: argparse.Namespace) -> None:

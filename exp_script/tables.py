@@ -10,8 +10,18 @@ from typing import Any
 from torch import nn
 
 from halp import optim
-from halp.data import Dataset, load_digits, load_mnist
-from halp.models import LogisticRegression
+from halp.data import (
+    DataError,
+    Dataset,
+    as_images,
+    load_cifar10,
+    load_conll2000,
+    load_digits,
+    load_mnist,
+)
+from halp.models import LeNet, LogisticRegression, LSTMTagger, ResNet18
+
+REPOSITORY = Path(__file__).resolve().parents[1]
 
 
 @dataclass(frozen=True)
@@ -39,11 +49,47 @@ SOLVERS = {
     "bc-svrg": SolverEntry("HALP", optim.BitCenterSVRG, True, True, True),
 }
 
-MODELS: dict[str, Callable[[Dataset], nn.Module]] = {
-    "logreg": lambda data: LogisticRegression(data.n_features, data.n_classes),
+
+@dataclass(frozen=True)
+class ModelEntry:
+    """A model of `halp.models` and the data that it takes."""
+
+    build: Callable[..., nn.Module]  # of prepared data, and of what flags of its own say
+    prepare: Callable[[Dataset], Dataset]  # brings data into the model's form, or raises DataError
+    takes_images: bool = False  # takes --augment
+
+
+def _numbers(data: Dataset) -> Dataset:
+    if data.n_words is not None:
+        raise DataError(
+            f"--model=logreg takes numbers, but {data.name} holds indices of words: "
+            "choose --model=lstm"
+        )
+    return data
+
+
+def _words(data: Dataset) -> Dataset:
+    if data.n_words is None:
+        raise DataError(
+            f"--model=lstm tags words, but {data.name} holds none: choose --dataset=conll2000"
+        )
+    return data
+
+
+MODELS = {
+    "logreg": ModelEntry(
+        lambda data: LogisticRegression(data.n_features, data.n_classes), _numbers
+    ),
+    "lenet": ModelEntry(lambda data: LeNet(data.input_shape[0], data.n_classes), as_images, True),
+    "lstm": ModelEntry(lambda data: LSTMTagger(data.n_words, data.n_classes), _words),
+    "resnet": ModelEntry(
+        lambda data, width: ResNet18(data.input_shape[0], data.n_classes, width), as_images, True
+    ),
 }
 
 DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "digits": lambda data_dir: load_digits(),
     "mnist": load_mnist,
+    "cifar10": load_cifar10,
+    "conll2000": lambda data_dir: load_conll2000(data_dir, REPOSITORY / "datasets"),
 }

@@ -1,7 +1,7 @@
 """What the six solvers share: one loop, one update, one kind of state dict."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
@@ -213,6 +213,40 @@ class Solver(Optimizer):
                         f"shape {tuple(saved.shape)}, the parameter {tuple(p.shape)}"
                     )
 
+    def load_momentum(self, buffers: Mapping[Tensor, Tensor]) -> None:
+        """Go on with momentum from elsewhere, possibly another solver's.
+
+        A buffer sums up gradients, weight decay included and lr not, whatever the solver. Frozen
+        parameters, and those of groups without momentum, take none.
+
+        Args:
+            buffers: by parameter; those that are missing start anew.
+
+        Raises:
+            ValueError: a key is no parameter of this solver, or a buffer's shape is another than
+                its parameter's. Nothing is loaded.
+        """
+        groups = {p: group for group in self.param_groups for p in group["params"]}
+        for p, buffer in buffers.items():
+            if p not in groups:
+                raise ValueError(
+                    f"momentum of shape {tuple(buffer.shape)} is for a tensor that is no parameter "
+                    f"of this {type(self).__name__}"
+                )
+            if buffer.shape != p.shape:
+                raise ValueError(
+                    f"momentum of shape {tuple(buffer.shape)} does not fit a parameter of shape "
+                    f"{tuple(p.shape)}"
+                )
+        with torch.no_grad():
+            for p, buffer in buffers.items():
+                if p.requires_grad and groups[p]["momentum"] != 0:
+                    self.state[p]["momentum_buffer"] = self._stored_momentum(p, buffer)
+
+    def _stored_momentum(self, p: Tensor, buffer: Tensor) -> Tensor:
+        """Return a copy of a momentum buffer as the update keeps it."""
+        return buffer.detach().to(device=p.device, dtype=p.dtype, copy=True)
+
     def _takes_foreign_state(self, state_dict: dict[str, Any]) -> bool:
         """Whether a state dict without a solver's name is torch.optim.SGD's, and enough."""
         groups_fit = all(
@@ -271,6 +305,11 @@ class LowPrecision(Solver):
     def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
         """Return the new iterate on its grid."""
         return self._rounder(p)(iterate)
+
+    def _stored_momentum(self, p: Tensor, buffer: Tensor) -> Tensor:
+        iterate = self._iterate(p)  # to nearest, so that no random bits of the run are used up
+        copy = buffer.detach().to(device=iterate.device, dtype=iterate.dtype, copy=True)
+        return self._rounder(p).precision.nearest(copy)
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         parameters, gradients = super()._gradients(group)

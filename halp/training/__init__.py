@@ -1,5 +1,6 @@
-"""Training loop, measurements, records of a run, and figures."""
+"""Training loop, measurements, records and checkpoints of a run, and figures."""
 
+from halp.training.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
 from halp.training.figures import plot_convergence
 from halp.training.loop import train
 from halp.training.metrics import (
@@ -12,6 +13,9 @@ from halp.training.metrics import (
 from halp.training.records import EpochRecord, RecordError, RunFolder, read_metrics
 
 __all__ = [
+    "Checkpoint",
+    "CheckpointError",
+    "CheckpointFolder",
     "Criterion",
     "EpochRecord",
     "Measures",

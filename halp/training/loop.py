@@ -9,7 +9,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from halp.data import Batches
+from halp.data import Batches, units
 from halp.optim.base import Solver
 from halp.training.metrics import Criterion, Measures
 from halp.training.records import EpochRecord
@@ -25,6 +25,7 @@ def train(
     measure: Callable[[], Measures],
     measure_every: int = 1,
     after_step: Callable[[], object] | None = None,
+    after_epoch: Callable[[int], object] | None = None,
 ) -> Iterator[EpochRecord]:
     """Train, yielding what was measured before training and after epochs.
 
@@ -32,12 +33,14 @@ def train(
         model: the model that ``optimizer`` trains.
         optimizer: any solver of `halp.optim`.
         batches: training data; one iteration over it is an epoch.
-        criterion: mean loss of outputs and labels.
+        criterion: mean loss of outputs and labels, over the labels that count.
         epochs: number of epochs, possibly 0.
         measure: measures the model as it is now; its time is not counted.
         measure_every: a record is made of every so many epochs, and always of epoch 0 (before
             training) and of the last.
         after_step: called after each inner step, for a progress bar.
+        after_epoch: called with the number of each epoch once it is over and before it is measured,
+            for checkpoints and learning rates.
 
     Yields:
         One record for each measured epoch; training goes on when the next one is asked for.
@@ -56,11 +59,13 @@ def train(
         model.train()
         for inputs, labels in batches:
             if optimizer.snapshot_due:
-                optimizer.snapshot(batches, loss_of)
+                optimizer.snapshot(batches, loss_of, weight=lambda batch: units(batch[1]))
             optimizer.step(partial(loss_of, inputs, labels))
             if after_step is not None:
                 after_step()
         seconds = _now(batches) - started
+        if after_epoch is not None:
+            after_epoch(epoch)
         if epoch % measure_every == 0 or epoch == epochs:
             yield EpochRecord.of(epoch=epoch, measures=measure(), seconds=seconds)
 

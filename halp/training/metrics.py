@@ -15,11 +15,12 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halp.bitcenter import materialize
-from halp.data import Batches
+from halp.bitcenter import is_bit_centered, materialize
+from halp.data import Batches, units
+from halp.optim.preserve import generators_of, preserved
 
 Criterion: TypeAlias = Callable[[Tensor, Tensor], Tensor]
-"""Maps outputs and labels of a batch to the mean loss over it."""
+"""Maps outputs and labels of a batch to the mean loss over the labels that count."""
 
 
 @dataclass(frozen=True)
@@ -59,9 +60,10 @@ def measure_training(
 ) -> tuple[float, float]:
     """Regularized training loss and the norm of its gradient, over all of ``batches``.
 
-    With n_b rows in batch b and f_b its mean loss in train mode, f = Σ n_b f_b / Σ n_b; the
-    result is f(w) + λ/2 ‖w‖² and ‖∇f(w) + λw‖ over the parameters that require gradients.
-    Model, buffers, ``.grad`` and random state are left as they were.
+    With n_b labels that count in batch b and f_b its mean loss in train mode, f is
+    Σ n_b f_b / Σ n_b; the result is f(w) + λ/2 ‖w‖² and ‖∇f(w) + λw‖ over the parameters that
+    require gradients. Model, buffers, ``.grad`` and random state, that of ``batches`` too, are left
+    as they were.
 
     Args:
         model: plain or bit-centered; a bit-centered one is measured at offset + delta.
@@ -71,26 +73,27 @@ def measure_training(
         dtype: in which a bit-centered model is measured, by default the model's own; a plain
             model always is in its own. Inputs are cast to it. Sums over batches are float64.
     """
-    with _left_as_it_was(model), materialize(model, dtype=dtype):
+    with _measured(model, batches, dtype):
         model.train()
         parameters = [p for p in model.parameters() if p.requires_grad]
         gradient = [torch.zeros_like(p, dtype=torch.float64) for p in parameters]
-        loss_sum, rows = torch.zeros((), dtype=torch.float64), 0
+        loss_sum, counted = torch.zeros((), dtype=torch.float64), 0
         for inputs, labels in batches:
+            n = units(labels)
             loss = criterion(model(_as_parameters_are(inputs, model)), labels)
             terms = torch.autograd.grad(loss, parameters, allow_unused=True)
             for total, term in zip(gradient, terms, strict=True):
                 if term is not None:
-                    total.add_(term.double(), alpha=len(labels))
-            loss_sum = loss_sum.to(loss.device) + loss.detach().double() * len(labels)
-            rows += len(labels)
+                    total.add_(term.double(), alpha=n)
+            loss_sum = loss_sum.to(loss.device) + loss.detach().double() * n
+            counted += n
         weights = [p.detach().double() for p in parameters]
         penalty = 0.5 * weight_decay * sum(float(w.square().sum()) for w in weights)
         squares = (
-            float((total / rows + weight_decay * w).square().sum())
+            float((total / counted + weight_decay * w).square().sum())
             for total, w in zip(gradient, weights, strict=True)
         )
-        return float(loss_sum) / rows + penalty, math.sqrt(sum(squares))
+        return float(loss_sum) / counted + penalty, math.sqrt(sum(squares))
 
 
 def measure_test(
@@ -100,19 +103,21 @@ def measure_test(
     *,
     dtype: torch.dtype | None = None,
 ) -> tuple[float, float]:
-    """Mean loss and accuracy over all of ``batches``, in evaluation mode.
+    """Mean loss and accuracy over all labels of ``batches`` that count, in evaluation mode.
 
-    Args are those of `measure_training`; outputs are logits of shape (N, n_classes).
+    Args are those of `measure_training`; outputs are logits of shape (N, n_classes), or
+    (N, n_classes, T) for labels of shape (N, T).
     """
-    with _left_as_it_was(model), materialize(model, dtype=dtype), torch.no_grad():
+    with _measured(model, batches, dtype), torch.no_grad():
         model.eval()
-        loss_sum, correct, rows = 0.0, 0, 0
+        loss_sum, correct, counted = 0.0, 0, 0
         for inputs, labels in batches:
             outputs = model(_as_parameters_are(inputs, model))
-            loss_sum += float(criterion(outputs, labels)) * len(labels)
-            correct += int((outputs.argmax(1) == labels).sum())
-            rows += len(labels)
-        return loss_sum / rows, correct / rows
+            n = units(labels)
+            loss_sum += float(criterion(outputs, labels)) * n
+            correct += int((outputs.argmax(1) == labels).sum())  # no class is IGNORED
+            counted += n
+        return loss_sum / counted, correct / counted
 
 
 def _as_parameters_are(inputs: Tensor, model: nn.Module) -> Tensor:
@@ -122,17 +127,28 @@ def _as_parameters_are(inputs: Tensor, model: nn.Module) -> Tensor:
 
 
 @contextmanager
-def _left_as_it_was(model: nn.Module) -> Iterator[None]:
-    """Restore train/eval modes, buffers and random state on leaving."""
+def _measured(model: nn.Module, batches: Batches, dtype: torch.dtype | None) -> Iterator[nn.Module]:
+    """Within the block the model is plain; on leaving, everything is as it was.
+
+    That is train/eval modes, buffers and random state. The buffers of a bit-centered model are
+    taken in ``dtype`` as its parameters are.
+    """
+    buffer_dtype = dtype if is_bit_centered(model) else None
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [(buffer, buffer.detach().clone()) for buffer in model.buffers()]
-    devices = {p.device for p in model.parameters() if p.is_cuda}
-    with torch.random.fork_rng(devices=list(devices)):
+    buffers = [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None
+    ]
+    with preserved([], generators_of(batches)), materialize(model, dtype=dtype):
         try:
-            yield
+            for module, name, buffer in buffers:
+                floating = buffer_dtype if buffer.is_floating_point() else None
+                module._buffers[name] = buffer.detach().to(dtype=floating, copy=True)
+            yield model
         finally:
+            for module, name, buffer in buffers:
+                module._buffers[name] = buffer
             for module, training in modes:
                 module.training = training
-            with torch.no_grad():
-                for buffer, saved in buffers:
-                    buffer.copy_(saved)

@@ -38,6 +38,11 @@ def test_solvers_and_flags_can_be_chosen(tmp_path):
         (["--solver=sgd"], "with --solvers, not --solver"),
         (["--solvers", "adam"], "'adam'"),
         (["--alpha=-1"], "at least 0, not -1.0"),
+        (
+            "--solvers sgd lp-sgd --model=resnet --resnet-save-ckpt "
+            "--resnet-save-ckpt-path=d".split(),
+            "would write the same files for several solvers",
+        ),
     ],
 )
 def test_wrong_use_is_a_sentence(tmp_path, capsys, argv, reason):

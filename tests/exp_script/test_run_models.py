@@ -10,8 +10,11 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.nn.functional import pad
 
 import run_models
+import tables
+from halp.data import IGNORED, Dataset
 from run_models import main
 from settings import REPOSITORY
 from tables import SOLVERS
@@ -19,6 +22,16 @@ from tables import SOLVERS
 SCRIPT = REPOSITORY / "exp_script" / "run_models.py"
 SMALL = ["--n-epochs=2", "--limit-train=64", "--batch-size=16"]
 KEYS = {"epoch", "train_loss", "grad_norm", "test_loss", "test_accuracy", "seconds"}
+
+
+def sentences(columns: int = 6) -> Dataset:
+    """Words whose tag is their index modulo 3, in sentences of 1 to 6 words."""
+    random = torch.Generator().manual_seed(0)
+    words = torch.randint(0, 12, (70, 6), generator=random)
+    lengths = torch.randint(1, 7, (70, 1), generator=random)
+    tags = torch.where(torch.arange(6) < lengths, words % 3, IGNORED)
+    words, tags = pad(words, (0, columns - 6)), pad(tags, (0, columns - 6), value=IGNORED)
+    return Dataset("sentences", words[:60], tags[:60], words[60:], tags[60:], 3, n_words=12)
 
 
 def metrics(folder: Path) -> list[dict]:
@@ -129,7 +142,61 @@ def mistake(capsys, *argv: str) -> str:
 
 def test_wrong_use_is_a_sentence_and_exit_code_2(capsys):
     assert "at least 0, not -1.0" in mistake(capsys, "--alpha=-1")
-    assert "--model=lenet is not available" in mistake(capsys, "--model=lenet")
+    assert "--model=mlp is not available" in mistake(capsys, "--model=mlp")
+
+
+@pytest.mark.parametrize("model", ["lenet", "resnet"])
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_trains_convolutional_nets(tmp_path, model, solver):
+    width = ["--resnet-width=4"] if model == "resnet" else []
+    rows = run(tmp_path, f"--model={model}", f"--solver={solver}", "--momentum=0.9", *width)
+    assert rows[2]["train_loss"] < rows[0]["train_loss"]
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+def test_every_solver_trains_the_tagger_on_sentences(tmp_path, monkeypatch, solver):
+    monkeypatch.setitem(tables.DATASETS, "conll2000", lambda data_dir: sentences())
+    flags = ["--dataset=conll2000", "--model=lstm", "--alpha=1", "--shuffle"]
+    rows = run(tmp_path, *flags, f"--solver={solver}")
+    assert rows[2]["train_loss"] < rows[0]["train_loss"]
+
+
+def test_padding_changes_no_metric(tmp_path, monkeypatch):
+    found = []
+    for columns in (6, 9):
+        monkeypatch.setitem(tables.DATASETS, "conll2000", lambda data_dir, c=columns: sentences(c))
+        flags = ["--dataset=conll2000", "--model=lstm", "--alpha=1", "--solver=svrg"]
+        found.append(run(tmp_path / str(columns), *flags))
+    assert found[0] == found[1]
+
+
+def test_a_model_and_data_that_do_not_go_together_are_told_which_do(capsys, monkeypatch):
+    monkeypatch.setitem(tables.DATASETS, "conll2000", lambda data_dir: sentences())
+    assert "--model=lstm tags words, but digits holds none: choose --dataset=conll2000" in mistake(
+        capsys, "--model=lstm"
+    )
+    message = mistake(capsys, "--dataset=conll2000")
+    assert message.endswith(
+        "--model=logreg takes numbers, but sentences holds indices of words: choose --model=lstm"
+    )
+    assert "no images" in mistake(capsys, "--dataset=conll2000", "--model=lenet")
+
+
+@pytest.mark.parametrize("solver", ["sgd", "svrg"])
+def test_augmentation_changes_what_is_trained_on_but_not_what_is_measured(tmp_path, solver):
+    flags = ["--model=lenet", f"--solver={solver}"]
+    plain = run(tmp_path / "a", *flags)
+    augmented = run(tmp_path / "b", *flags, "--augment")
+    assert augmented[0] == plain[0]
+    assert augmented[1]["train_loss"] != plain[1]["train_loss"]
+    assert run(tmp_path / "c", *flags, "--augment") == augmented
+
+
+@pytest.mark.parametrize("random", [["--shuffle"], ["--augment", "--model=lenet"]])
+def test_measuring_less_often_changes_no_random_numbers(tmp_path, random):
+    every = run(tmp_path / "a", "--n-epochs=4", "--solver=sgd", *random)
+    some = run(tmp_path / "b", "--n-epochs=4", "--solver=sgd", "--measure-every=4", *random)
+    assert some == [every[0], every[4]]
 
 
 def test_labels_outside_the_classes_are_named(capsys):
@@ -138,8 +205,6 @@ def test_labels_outside_the_classes_are_named(capsys):
 
 
 def test_nan_in_the_data_is_named_with_its_batch(capsys, monkeypatch):
-    import tables
-
     def broken(folder):
         data = tables.load_digits()
         data.train_inputs[17, 3] = math.nan

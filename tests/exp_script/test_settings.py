@@ -86,15 +86,14 @@ def test_data_comes_from_the_flag_else_the_environment_else_the_repository(monke
     assert parse([]).data_dir == str(REPOSITORY / "datasets")
 
 
-@pytest.mark.parametrize("model", ["lenet", "lstm", "resnet", "perceptron"])
-def test_a_model_that_is_not_available_is_told_which_are(model):
-    assert refusal(f"--model={model}") == f"--model={model} is not available: choose logreg"
+def test_a_model_that_is_not_available_is_told_which_are():
+    expected = "--model=perceptron is not available: choose logreg, lenet, lstm or resnet"
+    assert refusal("--model=perceptron") == expected
 
 
-@pytest.mark.parametrize("dataset", ["cifar10", "conll2000"])
-def test_a_data_set_that_is_not_available_is_told_which_are(dataset):
-    expected = f"--dataset={dataset} is not available: choose digits or mnist"
-    assert refusal(f"--dataset={dataset}") == expected
+def test_a_data_set_that_is_not_available_is_told_which_are():
+    expected = "--dataset=svhn is not available: choose digits, mnist, cifar10 or conll2000"
+    assert refusal("--dataset=svhn") == expected
 
 
 def test_an_unknown_solver_is_told_which_are_known():
@@ -102,19 +101,82 @@ def test_an_unknown_solver_is_told_which_are_known():
 
 
 @pytest.mark.parametrize(
-    "flag",
+    "flags",
     [
-        "--resnet-save-ckpt",
-        "--resnet-load-ckpt",
-        "--resnet-fine-tune",
-        "--resnet-save-ckpt-path=folder",
-        "--resnet-load-ckpt-epoch-id=300",
+        ["--resnet-save-ckpt"],
+        ["--resnet-load-ckpt"],
+        ["--resnet-fine-tune"],
+        ["--resnet-save-ckpt-path=folder"],
+        ["--resnet-load-ckpt-epoch-id=300"],
+        ["--resnet-width=16"],
+        ["--resnet-save-epochs", "3"],
+        ["--resnet-lr-drops", "3", "4"],
+        ["--resnet-lr-drops"],
     ],
 )
-def test_resnet_flags_are_known_but_not_available_yet(flag):
-    message = refusal(flag)
-    assert message.startswith(f"{flag.split('=')[0]} belongs to --model=resnet")
-    assert "logreg" in message
+def test_resnet_flags_are_for_resnet(flags):
+    expected = f"{flags[0].split('=')[0]} is for --model=resnet, not for --model=lenet"
+    assert refusal("--model=lenet", *flags) == expected
+
+
+@pytest.mark.parametrize(
+    "flags, message",
+    [
+        ("save-ckpt", "--resnet-save-ckpt was given without --resnet-save-ckpt-path: add it"),
+        ("load-ckpt", "--resnet-load-ckpt was given without --resnet-save-ckpt-path: add it"),
+        (
+            "load-ckpt save-ckpt-path=d",
+            "--resnet-load-ckpt was given without --resnet-load-ckpt-epoch-id: add it",
+        ),
+        (
+            "load-ckpt-epoch-id=3",
+            "--resnet-load-ckpt-epoch-id was given without --resnet-load-ckpt: add it",
+        ),
+        ("fine-tune", "--resnet-fine-tune was given without --resnet-load-ckpt: add it"),
+        ("save-epochs=3", "--resnet-save-epochs was given without --resnet-save-ckpt: add it"),
+        (
+            "save-ckpt-path=d",
+            "was given, but neither --resnet-save-ckpt nor --resnet-load-ckpt: add one of them",
+        ),
+        ("width=0", "--resnet-width: it must be at least 1, not 0"),
+        ("load-ckpt-epoch-id=last", "a whole number of at least 1, not 'last'"),
+    ],
+)
+def test_a_wrong_use_of_the_resnet_flags_is_told_what_to_add(flags, message):
+    argv = [f"--resnet-{flag}" for flag in flags.split()]
+    assert message in refusal("--model=resnet", "--solver=sgd", *argv)
+
+
+@pytest.mark.parametrize("solver", ["svrg", "lp-svrg", "bc-sgd", "bc-svrg"])
+def test_only_solvers_without_an_outer_loop_save(solver):
+    argv = ["--model=resnet", "--resnet-save-ckpt", "--resnet-save-ckpt-path=d"]
+    assert refusal(*argv, f"--solver={solver}") == (
+        f"--resnet-save-ckpt is for --solver=sgd or lp-sgd, not for --solver={solver}"
+    )
+
+
+def test_settings_of_resnet_are_none_for_other_models():
+    settings = parse(["--model=lenet"])
+    assert settings.resnet_width is None
+    assert settings.resnet_load_epoch is None
+    assert settings.resnet_lr_drops == settings.resnet_save_epochs == ()
+    assert parse(["--model=resnet"]).resnet_width == 64
+    assert parse(["--model=resnet"]).resnet_lr_drops == ()
+
+
+@pytest.mark.parametrize("model", ["logreg", "lstm"])
+def test_only_images_are_augmented(model):
+    message = refusal("--augment", f"--model={model}")
+    assert message == f"--augment is for --model=lenet or resnet, not for --model={model}"
+    assert parse(["--augment", "--model=lenet"]).augment
+
+
+def test_the_help_names_defaults_where_there_are_some(capsys):
+    with pytest.raises(SystemExit):
+        parse(["--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert "(default: 0.1)" in text and "(default: 0.0)" in text
+    assert "(default: None)" not in text and "(default: False)" not in text
 
 
 def test_cuda_without_a_gpu_is_refused(monkeypatch):

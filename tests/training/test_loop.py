@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import cross_entropy
 
 import halp
-from halp.data import Batches, load_digits
-from halp.models import LogisticRegression
+from halp.data import IGNORED, Batches, load_digits
+from halp.models import LogisticRegression, LSTMTagger
 from halp.training import Measures, train
 
 NOTHING = Measures(1.0, 2.0, 3.0, 0.5)
@@ -30,8 +30,9 @@ class Diary:
     def zero_grad(self, set_to_none=True):
         pass
 
-    def snapshot(self, loader, closure):
+    def snapshot(self, loader, closure, weight):
         self.since = 0
+        self.weight = weight
         self.entries.append("snapshot")
 
     def step(self, closure):
@@ -93,6 +94,40 @@ def test_after_step_is_called_once_a_step():
     calls = []
     run(Diary(period=2), epochs=2, after_step=lambda: calls.append(1))
     assert len(calls) == 6
+
+
+def test_after_epoch_is_called_with_each_epoch_before_it_is_measured():
+    calls = []
+    run(
+        Diary(None),
+        epochs=3,
+        after_epoch=calls.append,
+        measure=lambda: calls.append("measure") or NOTHING,
+        measure_every=2,
+    )
+    assert calls == ["measure", 1, 2, "measure", 3, "measure"]
+
+
+def test_a_batch_weighs_as_many_as_its_labels_that_count():
+    diary = Diary(period=2)
+    run(diary, epochs=1)
+    labels = torch.tensor([[1, 2, IGNORED], [0, IGNORED, IGNORED]])
+    assert diary.weight((torch.zeros(2, 3), labels)) == 3
+
+
+def test_the_full_gradient_of_padded_sentences_is_that_of_their_words():
+    torch.manual_seed(0)
+    words, tags = torch.randint(0, 9, (5, 4)), torch.randint(0, 3, (5, 4))
+    for row, length in enumerate((4, 1, 2, 4, 3)):
+        tags[row, length:] = IGNORED
+    model = LSTMTagger(9, 3, embedding=4, hidden=5).double()
+    optimizer = halp.optim.SVRG(model.parameters(), lr=0.0, T=100)
+    batches = Batches(words, tags, 2)
+    list(train(model, optimizer, batches, cross_entropy, epochs=1, measure=lambda: NOTHING))
+    loss = cross_entropy(model(words), tags)
+    expected = torch.autograd.grad(loss, list(model.parameters()))
+    for p, gradient in zip(model.parameters(), expected, strict=True):
+        torch.testing.assert_close(optimizer.state[p]["full_gradient"], gradient)
 
 
 def test_training_puts_the_model_into_train_mode():

@@ -11,8 +11,8 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 import halp
-from halp.data import Batches, load_digits
-from halp.models import LogisticRegression
+from halp.data import IGNORED, Batches, crop_and_flip, load_digits, trim_padding
+from halp.models import LogisticRegression, LSTMTagger
 from halp.training import measure, measure_test, measure_training
 
 LAMBDA = 0.01
@@ -232,3 +232,57 @@ def test_a_bit_centered_model_is_measured_at_offset_plus_delta_and_stays_bit_cen
     assert measured == pytest.approx(expected, rel=1e-13)
     for parameter in model.parameters():
         assert type(parameter) is not nn.Parameter
+
+
+def sentences():
+    torch.manual_seed(0)
+    words, tags = torch.randint(0, 9, (7, 5)), torch.randint(0, 3, (7, 5))
+    for row, length in enumerate((5, 1, 2, 3, 1, 1, 4)):
+        tags[row, length:] = IGNORED
+    return LSTMTagger(9, 3, embedding=4, hidden=5).double(), words, tags
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 3, 7])
+@pytest.mark.parametrize("transform", [None, trim_padding])
+def test_only_labels_that_count_are_measured(batch_size, transform):
+    model, words, tags = sentences()
+    batches = Batches(words, tags, batch_size, transform=transform)
+    loss, grad_norm = measure_training(model, batches, cross_entropy, weight_decay=LAMBDA)
+    test_loss, accuracy = measure_test(model, batches, cross_entropy)
+
+    counting = tags != IGNORED
+    logits = model(words).transpose(1, 2)[counting]  # (17, 3)
+    mean = cross_entropy(logits, tags[counting])
+    penalty = LAMBDA / 2 * sum(p.square().sum() for p in model.parameters())
+    gradient = torch.autograd.grad(mean + penalty, list(model.parameters()))
+    squares = sum(float(g.square().sum()) for g in gradient)
+    assert loss == pytest.approx((mean + penalty).item(), rel=1e-12)
+    assert grad_norm == pytest.approx(math.sqrt(squares), rel=1e-12)
+    assert test_loss == pytest.approx(mean.item(), rel=1e-12)
+    assert accuracy == (logits.argmax(1) == tags[counting]).sum().item() / 17
+
+
+def test_measuring_leaves_the_order_and_the_augmentation_of_later_batches_as_they_were():
+    images, labels = torch.randn(6, 1, 8, 8), torch.arange(6) % 3
+    measured, twin = (
+        Batches(images, labels, 2, shuffle=True, seed=3, transform=crop_and_flip) for _ in range(2)
+    )
+    measure(LogisticRegression(64, 3), measured, measured, cross_entropy)
+    for (left, _), (right, _) in zip(measured, twin, strict=True):
+        assert torch.equal(left, right)
+
+
+def test_a_bit_centered_models_running_statistics_are_taken_in_the_dtype_it_is_measured_in():
+    inputs, labels = toy(dtype=torch.float32)
+    batches = Batches(inputs, labels, 10)
+    model = nn.Sequential(nn.Linear(5, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    model(inputs)
+    twin = copy.deepcopy(model).double()
+    halp.bit_center(model, offset_dtype=torch.float64)
+    buffers = list(model.buffers())
+    before = [buffer.clone() for buffer in buffers]
+    measured = measure(model, batches, batches, cross_entropy, dtype=torch.float64)
+    expected = measure(twin, batches, batches, cross_entropy)
+    assert measured == expected
+    for buffer, kept, value in zip(model.buffers(), buffers, before, strict=True):
+        assert buffer is kept and torch.equal(buffer, value)
