@@ -56,7 +56,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         return list({id(p.context): p.context for p in self._parameters()}.values())  # type: ignore[attr-defined]
 
     def _recenter(self) -> None:
-        """``w̃ ← w̃ + z``, ``z ← 0``; a parameter that never moved, as a frozen one, stays constant."""
+        """``w̃ ← w̃ + z``, ``z ← 0``; a parameter that never moved, a frozen one, stays constant."""
         for context in self._contexts():
             context.settle()
         for p in self._parameters():
