@@ -109,11 +109,14 @@ def is_bit_centered(model: nn.Module) -> bool:
 def to_plain(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module:
     """Make a bit-centered model plain for good, in place; return it.
 
-    Every parameter becomes ``w̃ + z`` in the model's own dtype (or in ``dtype``), and keeps its
-    identity. A plain model is returned as it is.
+    Every parameter becomes ``w̃ + z`` in the model's own dtype, and keeps its identity. With a
+    ``dtype`` they and the floating-point buffers are in that one. A plain model is returned as it
+    is.
     """
     if is_bit_centered(model):
         _replace_parameters(model, lambda p: _plain(p, dtype))
+        for module, name, buffer in _buffers_not_in(model, dtype):
+            module._buffers[name] = buffer.to(dtype)
     for module in model.modules():
         for hook in module.__dict__.pop("_halp_hooks", ()):
             hook.remove()
@@ -131,12 +134,46 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
 
     Args:
         model: any module.
-        dtype: dtype of the plain parameters; by default the model's own, whatever the dtype of its
-            offsets.
+        dtype: dtype of the plain parameters and of floating-point buffers; by default the model's
+            own, whatever the dtype of its offsets.
     """
     if not is_bit_centered(model):
         yield model
         return
+    with _buffers_in(model, dtype), _plain_parameters(model, dtype):
+        yield model
+
+
+@contextmanager
+def _buffers_in(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within the block, floating-point buffers are in a dtype; what is written to them stays."""
+    originals = _buffers_not_in(model, dtype)
+    copies = [buffer.to(dtype) for _, _, buffer in originals]
+    for (module, name, _), copy in zip(originals, copies, strict=True):
+        module._buffers[name] = copy
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for (module, name, buffer), copy in zip(originals, copies, strict=True):
+                module._buffers[name] = buffer.copy_(copy)
+
+
+def _buffers_not_in(
+    model: nn.Module, dtype: torch.dtype | None
+) -> list[tuple[nn.Module, str, Tensor]]:
+    """Return floating-point buffers of another dtype than this, with where they are held."""
+    return [
+        (module, name, buffer)
+        for module in model.modules()
+        for name, buffer in module._buffers.items()
+        if buffer is not None and buffer.is_floating_point() and dtype not in (None, buffer.dtype)
+    ]
+
+
+@contextmanager
+def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
+    """Within the block, the parameters of a bit-centered model are plain."""
     saved: dict[int, tuple[Tensor, Tensor | None]] = {}
     versions: dict[int, int] = {}
     for parameter in model.parameters():
@@ -153,7 +190,7 @@ def materialize(model: nn.Module, *, dtype: torch.dtype | None = None) -> Iterat
         if id(parameter) in saved:
             versions[id(parameter)] = parameter._version
     try:
-        yield model
+        yield
     finally:
         written = {
             id(p): p.detach().clone()

@@ -15,7 +15,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from halp.bitcenter import is_bit_centered, materialize
+from halp.bitcenter import materialize
 from halp.data import Batches, units
 from halp.optim.preserve import generators_of, preserved
 
@@ -130,25 +130,13 @@ def _as_parameters_are(inputs: Tensor, model: nn.Module) -> Tensor:
 def _measured(model: nn.Module, batches: Batches, dtype: torch.dtype | None) -> Iterator[nn.Module]:
     """Within the block the model is plain; on leaving, everything is as it was.
 
-    That is train/eval modes, buffers and random state. The buffers of a bit-centered model are
-    taken in ``dtype`` as its parameters are.
+    That is train/eval modes, buffers and random state.
     """
-    buffer_dtype = dtype if is_bit_centered(model) else None
     modes = [(module, module.training) for module in model.modules()]
-    buffers = [
-        (module, name, buffer)
-        for module in model.modules()
-        for name, buffer in module._buffers.items()
-        if buffer is not None
-    ]
-    with preserved([], generators_of(batches)), materialize(model, dtype=dtype):
+    kept = preserved(list(model.buffers()), generators_of(batches))
+    with kept, materialize(model, dtype=dtype):
         try:
-            for module, name, buffer in buffers:
-                floating = buffer_dtype if buffer.is_floating_point() else None
-                module._buffers[name] = buffer.detach().to(dtype=floating, copy=True)
             yield model
         finally:
-            for module, name, buffer in buffers:
-                module._buffers[name] = buffer
             for module, training in modes:
                 module.training = training

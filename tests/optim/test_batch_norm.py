@@ -126,3 +126,17 @@ def test_a_batch_with_one_value_a_channel_is_refused_as_in_pytorch():
     model = halp.bit_center(nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)))
     with pytest.raises(ValueError, match="more than 1 value per channel"):
         model(torch.randn(1, 3))
+
+
+def test_a_plain_model_in_another_dtype_has_its_statistics_in_it_too():
+    model = network().float()
+    (x, _), *_ = batches()
+    twin = copy.deepcopy(model).double()
+    halp.bit_center(model)
+    with halp.materialize(model, dtype=torch.float64):
+        torch.testing.assert_close(model(x), twin(x))
+        assert model[1].running_mean.dtype == torch.float64
+    assert model[1].running_mean.dtype == torch.float32
+    torch.testing.assert_close(model[1].running_mean, twin[1].running_mean.float())
+    halp.to_plain(model, dtype=torch.float64)
+    torch.testing.assert_close(model(x), twin(x), rtol=1e-6, atol=1e-6)
