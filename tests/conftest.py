@@ -4,8 +4,8 @@ import os
 from pathlib import Path
 
 # The tensors of the tests are small: more threads than one only get in each other's way, and tests
-# run in several processes. NumPy's linear algebra reads this when it is first imported; with another
-# number of threads its last bits are others.
+# run in several processes. NumPy's linear algebra reads this when it is first imported; with
+# another number of threads its last bits are others.
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest  # noqa: E402

@@ -246,7 +246,9 @@ def _checkpoint(content: Any, path: Path) -> Checkpoint:
     if not isinstance(content, dict) or content.get("kind") != KIND:
         raise CheckpointError(_foreign(path))
     version = content.get("version")
-    if not isinstance(version, int) or version > VERSION:
+    if type(version) is not int or version < 1:
+        raise CheckpointError(_foreign(path))
+    if version > VERSION:
         raise CheckpointError(
             f"{path} is a checkpoint of version {version}, and this halp reads those up to "
             f"{VERSION}: use the halp that wrote it, or a newer one"
@@ -267,6 +269,10 @@ def _checkpoint(content: Any, path: Path) -> Checkpoint:
 
 def _check(tensor: Tensor, own: Tensor, what: str) -> None:
     """Raise CheckpointError unless the values of ``tensor`` can become those of ``own``."""
+    if type(tensor) is not Tensor or tensor.layout != torch.strided or tensor.is_meta:
+        raise CheckpointError(
+            f"the checkpoint's {what} is not stored as an ordinary tensor, as this runner saves it"
+        )
     if tensor.shape != own.shape:
         raise CheckpointError(
             f"the checkpoint's {what} has shape {tuple(tensor.shape)}, this model's "

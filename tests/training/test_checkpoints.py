@@ -202,6 +202,14 @@ def test_a_newer_version_is_refused(folder):
     assert "is a checkpoint of version 2, and this halp reads those up to 1" in message
 
 
+@pytest.mark.parametrize("version", [0, -3, True, 1.0, "1", None])
+def test_what_is_no_version_is_no_checkpoint(folder, version):
+    saved(folder)
+    content = torch.load(folder.path(7), weights_only=True)
+    torch.save(content | {"version": version}, folder.path(7))
+    assert "is no checkpoint of halp" in refusal(folder.read, 7)
+
+
 @pytest.mark.parametrize("part", ["architecture", "origin", "model", "momentum"])
 @pytest.mark.parametrize("value", [None, [], {"a": [1]}, {1: torch.zeros(1)}])
 def test_missing_or_wrong_parts_are_named(folder, part, value):
@@ -234,6 +242,8 @@ def test_another_architecture_is_told_by_name_with_the_flag_that_mends_it(folder
         (torch.full((4, 5), -torch.inf), "holds NaN or infinity"),
         (torch.full((4, 5), 1e300, dtype=torch.float64), "holds NaN or infinity"),
         (torch.zeros(4, 5, dtype=torch.int64), "is torch.int64, this model's torch.float32"),
+        (torch.zeros(4, 5).to_sparse(), "is not stored as an ordinary tensor"),
+        (torch.zeros(4, 5, device="meta"), "is not stored as an ordinary tensor"),
     ],
 )
 def test_tensors_that_do_not_fit_are_named_and_nothing_is_loaded(folder, what, tensor, reason):

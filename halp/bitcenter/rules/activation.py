@@ -104,9 +104,11 @@ def _slope_of_result(
 
 @register_rule(aten.relu.default)
 def relu(x: Operand) -> Decided:
-    """By the signs of u and u + e, it is e, −u, u + e or 0: ``max(e, −u) + min(u, 0)``."""
+    """``max(e, −u)`` where u > 0, and ``relu(u + e)`` elsewhere: by the signs e, −u, u + e or 0."""
     u, e = x.exact, x.delta
-    return Decided(torch.maximum(e, -u) + u.clamp_max(0), u + e > 0)
+    full, positive = u + e, u > 0
+    delta = kept(torch.maximum(e, -u), positive) + kept(torch.relu(full), ~positive)
+    return Decided(delta, ~(full <= 0))
 
 
 @register_rule(aten.leaky_relu.default)
@@ -135,11 +137,11 @@ def hardtanh_backward(gradient: Operand, x: Operand, low: float, high: float) ->
 @register_rule(aten.threshold_backward.default)
 def threshold_backward(gradient: Operand, result: Operand, threshold: float) -> Tensor:
     """``g`` where the activation let values through, decided as its forward pass decided."""
-    before, after = result.exact > threshold, result.decision
+    before, after = ~(result.exact <= threshold), result.decision
     if result.delta is None:
         after = before
     elif after is None:
-        after = result.exact + result.delta > threshold
+        after = ~(result.exact + result.delta <= threshold)
     return _times_indicator(gradient, before, after)
 
 

@@ -41,10 +41,11 @@ def standardize(
     mean_and_r: Any = None,
     eps: float = 0.0,
 ) -> Standardized:
-    """Standardize x, viewed in a shape, over dimensions; m and r of the offset may be known.
+    """Standardize x, viewed in a shape, over dimensions; the forward pass's m and r may be known.
 
     With d = u − m and c = e − mean(e): ``δv = mean(c·(2d + c))``, δr as of rsqrt, and
-    ``δx̂ = c·(r + δr) + d·δr``.
+    ``δx̂ = c·(r + δr) + d·δr``. Where the delta takes most of the variance away, that cancels, and
+    with f = u + e, ``v = mean((f − mean f)²)`` and ``δx̂ = (f − mean f)·(r + δr) − d·r``.
     """
     u, e = x.exact.reshape(shape), delta_of(x).reshape(shape)
     if mean_and_r is None:
@@ -58,10 +59,17 @@ def standardize(
     delta_mean = e.mean(dims, keepdim=True)
     c = e - delta_mean
     change = (c * (2 * d + c)).mean(dims, keepdim=True)
-    at_least = (d + c).square().mean(dims, keepdim=True)  # where hardly any variance is left
-    full_r = torch.maximum(r**-2 + change, at_least).rsqrt()
-    delta_r = -change * r * r * full_r * full_r / (r + full_r)
-    return Standardized(d * r, c * full_r + d * delta_r, r, delta_r, delta_mean, dims)
+    shrinks = 2 * change < -(r**-2)
+    full = torch.addcmul(e, u.to(e.dtype), shrinks.to(e.dtype))  # f where it shrinks, e elsewhere
+    full = full - full.mean(dims, keepdim=True)
+    if mean_and_r is None:
+        shrunk_r = ((full * full).mean(dims, keepdim=True) + eps).rsqrt()
+    else:
+        shrunk_r = r + delta_of(mean_and_r[1]).view(kept)
+    full_r = torch.where(shrinks, shrunk_r, (r**-2 + change).rsqrt())
+    delta_r = torch.where(shrinks, full_r - r, -change * (r * full_r) ** 2 / (r + full_r))
+    delta_x = full * full_r + d * torch.where(shrinks, -r, delta_r)
+    return Standardized(d * r, delta_x, r, delta_r, delta_mean, dims)
 
 
 def with_constants(x: Operand, mean: Tensor, variance: Tensor, eps: float) -> Standardized:

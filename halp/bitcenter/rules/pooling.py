@@ -129,6 +129,8 @@ def winners(u: Tensor, e: Tensor, best: Tensor, windows: list[Windows]) -> tuple
     Returns:
         The delta in e's dtype, and flat indices into the pooled dimensions.
     """
+    finite = torch.finfo(u.dtype).max  # the gap between equals is zero, infinite ones too
+    u, best = u.clamp(-finite, finite), best.clamp(-finite, finite)
     dims = range(-len(windows), 0)
     windows = [Windows(at.to(u.device), valid.to(u.device)) for at, valid in windows]
     candidates, indices = [], []
