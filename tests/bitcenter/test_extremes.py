@@ -38,7 +38,7 @@ def test_normalization_is_right_where_the_delta_takes_the_variance_away(run, spr
     loss_of(true_y).backward()
     roundoff = torch.finfo(dtype).eps
     assert (y.value.double() - true_y).norm() <= 4 * roundoff * (y.offset.norm() + true_y.norm())
-    assert (x.grad.value.double() - true_x.grad).norm() <= 8 * roundoff * true_x.grad.norm()
+    assert (x.grad.value.double() - true_x.grad).norm() <= 32 * roundoff * true_x.grad.norm()
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
