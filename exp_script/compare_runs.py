@@ -12,10 +12,11 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from flags import HelpFormatter, Parser, UsageError
 from halp.training import EpochRecord, plot_convergence
 from run_models import MISTAKES, run
-from settings import REPOSITORY, HelpFormatter, Parser, Settings, UsageError, parse
-from tables import SOLVERS
+from settings import Settings, parse
+from tables import REPOSITORY, SOLVERS
 
 DEFAULTS = (
     "--dataset=digits",
@@ -122,6 +123,7 @@ def _table(runs: Mapping[Settings, Sequence[EpochRecord]]) -> str:
             f"{_label(settings):22} {record.train_loss - best:10.1e} {record.grad_norm:10.1e} "
             f"{record.test_accuracy:10.2%} {seconds:10.1f}"
         )
+    lines.append("loss gap: to the lowest training loss of these runs; all at the last epoch")
     return "\n".join(lines)
 
 

@@ -18,13 +18,14 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
+from flags import Parser, UsageError
 from halp.data import DataError
 from paper_claims import Claim
 from paper_experiments import EXPERIMENTS, Experiment
 from paper_figures import write_figure
 from paper_problems import has_mnist
 from paper_runs import Outcome, Run, carry_out_all
-from settings import REPOSITORY, Parser, UsageError
+from tables import REPOSITORY
 
 PROCESSES = 2
 

@@ -19,6 +19,8 @@ from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
 import halp
+from flags import UsageError
+from halp import formats
 from halp.data import Batches, DataError, Dataset, crop_and_flip, trim_padding
 from halp.models import ResNet18
 from halp.optim.base import Solver
@@ -32,7 +34,7 @@ from halp.training import (
     measure,
     train,
 )
-from settings import Settings, UsageError, parse
+from settings import Settings, parse
 from tables import DATASETS, MODELS, SOLVERS
 
 MISTAKES = (UsageError, DataError, RecordError, CheckpointError)
@@ -82,8 +84,8 @@ def run(
     records = []
     with _output(settings) as folder, _progress(settings, len(batches)) as bar:
         announce(_description(settings, data, len(batches)))
-        if checkpoint is not None:
-            announce(f"starts from epoch {settings.resnet_load_epoch}: {checkpoint}")
+        for line in _notes(settings, checkpoint):
+            announce(line)
         for record in train(
             model,
             optimizer,
@@ -171,7 +173,8 @@ def _loaded(model: nn.Module, data: Dataset, settings: Settings) -> Checkpoint |
     """Load the checkpoint that the run starts from, if any, into the model."""
     if settings.resnet_load_epoch is None:
         return None
-    checkpoint = _checkpoints(settings).read(settings.resnet_load_epoch)
+    folder = CheckpointFolder(Path(settings.resnet_load_folder or ""), settings.model)
+    checkpoint = folder.read(settings.resnet_load_epoch)
     checkpoint.check_architecture(
         _architecture(data, settings),
         flags={"width": "--resnet-width", "n_classes": "--n-classes"},
@@ -220,7 +223,7 @@ def _after_epoch(
         CheckpointError: a checkpoint of the run could not be written.
     """
     scheduler = MultiStepLR(optimizer, list(settings.resnet_lr_drops), gamma=0.1)
-    checkpoints = _checkpoints(settings)
+    checkpoints = CheckpointFolder(Path(settings.resnet_save_folder or ""), settings.model)
     if settings.resnet_save_epochs:
         checkpoints.prepare(settings.resnet_save_epochs)
 
@@ -236,10 +239,6 @@ def _after_epoch(
         scheduler.step()
 
     return after_epoch
-
-
-def _checkpoints(settings: Settings) -> CheckpointFolder:
-    return CheckpointFolder(Path(settings.resnet_folder or ""), settings.model)
 
 
 def _architecture(data: Dataset, settings: Settings) -> dict[str, Any]:
@@ -304,6 +303,7 @@ def _description(settings: Settings, data: Dataset, steps_per_epoch: int) -> str
     parts = [
         f"{settings.solver} on {settings.dataset}, {settings.model}",
         f"{len(data.train_labels)} training samples, {steps_per_epoch} steps an epoch",
+        f"alpha {settings.alpha:g}, momentum {settings.momentum:g}, reg {settings.reg:g}",
     ]
     if settings.T is not None:
         parts.append(f"T = {settings.T}")
@@ -312,6 +312,24 @@ def _description(settings: Settings, data: Dataset, steps_per_epoch: int) -> str
     if settings.mu is not None:
         parts.append(f"mu = {settings.mu:g}")
     return "; ".join(parts)
+
+
+def _notes(settings: Settings, checkpoint: Checkpoint | None) -> list[str]:
+    """What else a person should know about the run before it starts."""
+    notes = []
+    if checkpoint is not None:
+        notes.append(f"starts from epoch {settings.resnet_load_epoch}: {checkpoint}")
+        if checkpoint.momentum and settings.momentum == 0:
+            notes.append("the checkpoint's momentum is left out, since --momentum is 0")
+    if settings.resnet_fine_tune:
+        notes.append("only the last layer trains; all else is frozen, in evaluation mode")
+    format = formats.get(settings.format) if settings.format else None
+    if settings.scale == "none" and isinstance(format, formats.FixedFormat):
+        notes.append(
+            f"{settings.format} with scale none holds whole numbers only: --scale=0.03125 would be "
+            "steps of 1/32"
+        )
+    return notes
 
 
 def _line(record: EpochRecord, n_epochs: int) -> str:

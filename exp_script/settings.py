@@ -3,27 +3,28 @@
 from __future__ import annotations
 
 import argparse
-import math
 import os
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NoReturn, TypeVar
 
 import torch
 
+from flags import (
+    HelpFormatter,
+    Parser,
+    UsageError,
+    any_of,
+    count,
+    format_name,
+    non_negative,
+    positive,
+    rounding,
+    scale,
+    seed,
+)
 from halp import formats
 from halp.grid import ROUNDINGS
-from tables import DATASETS, MODELS, REPOSITORY, SOLVERS
-
-__all__ = [
-    "REPOSITORY",
-    "HelpFormatter",
-    "Parser",
-    "Settings",
-    "UsageError",
-    "make_parser",
-    "parse",
-]
+from tables import DATASETS, DATASETS_OF_WORDS, MODELS, REPOSITORY, SOLVERS
 
 RESNET_WIDTH = 64
 RESNET_SAVE_EPOCHS = (1, 300)
@@ -32,29 +33,6 @@ RESNET_LR_DROPS = (150, 250)
 
 SAVING = ("sgd", "lp-sgd")
 """Solvers that save checkpoints; every solver loads them."""
-
-N = TypeVar("N", int, float)
-
-
-class UsageError(ValueError):
-    """A command line that cannot be carried out; the message is for the person who wrote it."""
-
-
-class Parser(argparse.ArgumentParser):
-    """Raises `UsageError` where argparse would print its whole usage and end the process."""
-
-    def error(self, message: str) -> NoReturn:
-        """Raise the message."""
-        raise UsageError(message)
-
-
-class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Adds a flag's default to its help where there is one."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default is None or action.default is False:
-            return action.help
-        return super()._get_help_string(action)
 
 
 @dataclass(frozen=True)
@@ -89,7 +67,8 @@ class Settings:
     resnet_lr_drops: tuple[int, ...]  # epochs after which the learning rate falls to a tenth
     resnet_save_epochs: tuple[int, ...]  # those that the run reaches; none: nothing is saved
     resnet_load_epoch: int | None  # None: nothing is loaded
-    resnet_folder: str | None  # of checkpoints, for both
+    resnet_save_folder: str | None
+    resnet_load_folder: str | None
     resnet_fine_tune: bool
 
     @property
@@ -118,6 +97,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         raise UsageError(
             "--cuda was given, but PyTorch finds no CUDA device: leave it out to run on the CPU"
         )
+    _check_data(args)
     _check_mu(args)
     _check_augment(args)
     _check_resnet(args)
@@ -151,7 +131,8 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         resnet_lr_drops=_epochs(args.resnet_lr_drops, RESNET_LR_DROPS if saves else ()),
         resnet_save_epochs=_save_epochs(args) if saves else (),
         resnet_load_epoch=args.resnet_load_ckpt_epoch_id,
-        resnet_folder=args.resnet_save_ckpt_path,
+        resnet_save_folder=args.resnet_save_ckpt_path if saves else None,
+        resnet_load_folder=args.resnet_load_ckpt_path or args.resnet_save_ckpt_path,
         resnet_fine_tune=args.resnet_fine_tune,
     )
 
@@ -165,30 +146,30 @@ def make_parser() -> Parser:
         allow_abbrev=False,
     )
     what = parser.add_argument_group("what to run")
-    what.add_argument("--dataset", default="digits", help=_any_of(DATASETS))
-    what.add_argument("--model", default="logreg", help=_any_of(MODELS))
-    what.add_argument("--solver", default="bc-svrg", help=_any_of(SOLVERS))
-    what.add_argument("-e", "--n-epochs", type=_count, default=10, help="epochs")
-    what.add_argument("-bs", "--batch-size", type=_count, default=32, help="minibatch size")
+    what.add_argument("--dataset", default="digits", help=any_of(DATASETS))
+    what.add_argument("--model", default="logreg", help=any_of(MODELS))
+    what.add_argument("--solver", default="bc-svrg", help=any_of(SOLVERS))
+    what.add_argument("-e", "--n-epochs", type=count, default=10, help="epochs")
+    what.add_argument("-bs", "--batch-size", type=count, default=32, help="minibatch size")
     what.add_argument(
-        "-c", "--n-classes", type=_count, help="classes; by default as many as the data set has"
+        "-c", "--n-classes", type=count, help="classes; by default as many as the data set has"
     )
-    what.add_argument("-s", "--seed", type=_seed, default=0, help="of everything random")
+    what.add_argument("-s", "--seed", type=seed, default=0, help="of everything random")
     what.add_argument("--shuffle", action="store_true", help="reorder the samples every epoch")
     what.add_argument(
         "--augment", action="store_true", help="crop and flip training images at random"
     )
-    what.add_argument("--limit-train", type=_count, metavar="N", help="first N samples only")
+    what.add_argument("--limit-train", type=count, metavar="N", help="first N samples only")
     what.add_argument("--cuda", action="store_true", help="run on the GPU")
 
     steps = parser.add_argument_group("steps")
-    steps.add_argument("-a", "--alpha", type=_non_negative, default=0.1, help="learning rate")
-    steps.add_argument("-m", "--momentum", type=_non_negative, default=0.0, help="momentum")
-    steps.add_argument("--reg", type=_non_negative, default=0.0, help="L2 regularization λ")
+    steps.add_argument("-a", "--alpha", type=non_negative, default=0.1, help="learning rate")
+    steps.add_argument("-m", "--momentum", type=non_negative, default=0.0, help="momentum")
+    steps.add_argument("--reg", type=non_negative, default=0.0, help="L2 regularization λ")
     steps.add_argument(
         "-T",
         "--T",
-        type=_count,
+        type=count,
         help="inner steps between full gradients, by default one epoch; "
         "ignored by solvers without an outer loop",
     )
@@ -196,17 +177,17 @@ def make_parser() -> Parser:
     arithmetic = parser.add_argument_group("arithmetic (format, rounding, scale: lp-* and bc-*)")
     arithmetic.add_argument(
         "--format",
-        type=_format,
+        type=format_name,
         default="fp16",
         help=f"{', '.join(formats.names())}, eXmY (as in e5m7) or fixedB (as in fixed8)",
     )
-    arithmetic.add_argument("--rounding", type=_rounding, default="near", help=_any_of(ROUNDINGS))
+    arithmetic.add_argument("--rounding", type=rounding, default="near", help=any_of(ROUNDINGS))
     arithmetic.add_argument(
-        "--scale", type=_scale, help="none, auto or a number; by default auto in bc-*, else none"
+        "--scale", type=scale, help="none, auto or a number; by default auto in bc-*, else none"
     )
     arithmetic.add_argument(
         "--mu",
-        type=_positive,
+        type=positive,
         help="of bc-svrg in fixed point: the range of z is ‖full gradient‖ / mu",
     )
     arithmetic.add_argument(
@@ -225,7 +206,7 @@ def make_parser() -> Parser:
     files.add_argument("--data-dir", help="by default $HALP_DATA, else the repository's datasets/")
     files.add_argument("--output", metavar="DIR", help="write config.json and metrics.jsonl there")
     files.add_argument(
-        "--measure-every", type=_count, default=1, metavar="N", help="measure every N epochs"
+        "--measure-every", type=count, default=1, metavar="N", help="measure every N epochs"
     )
 
     _add_resnet_flags(parser)
@@ -236,19 +217,22 @@ def _add_resnet_flags(parser: Parser) -> None:
     group = parser.add_argument_group("checkpoints and fine-tuning (--model=resnet)")
     group.add_argument(
         "--resnet-width",
-        type=_count,
+        type=count,
         metavar="N",
         help=f"channels of the first stage, by default {RESNET_WIDTH}",
     )
     group.add_argument(
         "--resnet-save-ckpt", action="store_true", help="save checkpoints; for sgd and lp-sgd"
     )
+    group.add_argument("--resnet-save-ckpt-path", metavar="DIR", help="folder to save into")
     group.add_argument(
-        "--resnet-save-ckpt-path", metavar="DIR", help="folder to save into and to load from"
+        "--resnet-load-ckpt-path",
+        metavar="DIR",
+        help="folder to load from, by default that of --resnet-save-ckpt-path",
     )
     group.add_argument(
         "--resnet-save-epochs",
-        type=_count,
+        type=count,
         nargs="+",
         metavar="E",
         help="save after these epochs, by default "
@@ -256,7 +240,7 @@ def _add_resnet_flags(parser: Parser) -> None:
     )
     group.add_argument(
         "--resnet-lr-drops",
-        type=_count,
+        type=count,
         nargs="*",
         metavar="E",
         help="divide the learning rate by 10 after these epochs; by default "
@@ -266,7 +250,7 @@ def _add_resnet_flags(parser: Parser) -> None:
         "--resnet-load-ckpt", action="store_true", help="start from a checkpoint, with any solver"
     )
     group.add_argument(
-        "--resnet-load-ckpt-epoch-id", type=_count, metavar="E", help="epoch of that checkpoint"
+        "--resnet-load-ckpt-epoch-id", type=count, metavar="E", help="epoch of that checkpoint"
     )
     group.add_argument(
         "--resnet-fine-tune",
@@ -284,9 +268,11 @@ def _check_resnet(args: argparse.Namespace) -> None:
     if given and args.model != "resnet":
         raise UsageError(f"{min(given)} is for --model=resnet, not for --model={args.model}")
     saves, loads, folder = "--resnet-save-ckpt", "--resnet-load-ckpt", "--resnet-save-ckpt-path"
+    if loads in given and not given & {folder, "--resnet-load-ckpt-path"}:
+        raise UsageError(f"{loads} was given without --resnet-load-ckpt-path: add the folder")
     for flag, needed in (
         (saves, folder),
-        (loads, folder),
+        ("--resnet-load-ckpt-path", loads),
         (loads, "--resnet-load-ckpt-epoch-id"),
         ("--resnet-load-ckpt-epoch-id", loads),
         ("--resnet-fine-tune", loads),
@@ -298,7 +284,7 @@ def _check_resnet(args: argparse.Namespace) -> None:
         raise UsageError(f"{folder} was given, but neither {saves} nor {loads}: add one of them")
     if saves in given and args.solver not in SAVING:
         raise UsageError(
-            f"{saves} is for --solver={_any_of(SAVING)}, not for --solver={args.solver}"
+            f"{saves} is for --solver={any_of(SAVING)}, not for --solver={args.solver}"
         )
 
 
@@ -311,12 +297,20 @@ def _epochs(given: Sequence[int] | None, default: tuple[int, ...]) -> tuple[int,
     return default if given is None else tuple(sorted(set(given)))
 
 
+def _check_data(args: argparse.Namespace) -> None:
+    words = args.dataset in DATASETS_OF_WORDS
+    if words != MODELS[args.model].takes_words:
+        fitting = [name for name, entry in MODELS.items() if entry.takes_words == words]
+        raise UsageError(
+            f"--dataset={args.dataset} holds {'sentences' if words else 'images'}, which "
+            f"--model={args.model} does not take: choose --model={any_of(fitting)}"
+        )
+
+
 def _check_augment(args: argparse.Namespace) -> None:
     if args.augment and not MODELS[args.model].takes_images:
         images = [name for name, entry in MODELS.items() if entry.takes_images]
-        raise UsageError(
-            f"--augment is for --model={_any_of(images)}, not for --model={args.model}"
-        )
+        raise UsageError(f"--augment is for --model={any_of(images)}, not for --model={args.model}")
 
 
 def _check_mu(args: argparse.Namespace) -> None:
@@ -331,66 +325,4 @@ def _check_mu(args: argparse.Namespace) -> None:
 
 def _known(flag: str, value: str, table: Mapping[str, object]) -> None:
     if value not in table:
-        raise UsageError(f"--{flag}={value} is not available: choose {_any_of(table)}")
-
-
-def _any_of(names: Mapping[str, object] | Sequence[str]) -> str:
-    *others, last = names
-    return f"{', '.join(others)} or {last}" if others else last
-
-
-def _count(text: str) -> int:
-    value = _number(int, text, "a whole number of at least 1")
-    if value < 1:
-        raise argparse.ArgumentTypeError(f"it must be at least 1, not {value}")
-    return value
-
-
-def _seed(text: str) -> int:
-    value = _number(int, text, "a whole number of at least 0")
-    if not 0 <= value < 2**31:
-        raise argparse.ArgumentTypeError(f"it must lie in 0 ... {2**31 - 1}, not {value}")
-    return value
-
-
-def _non_negative(text: str) -> float:
-    value = _number(float, text, "a number of at least 0")
-    if not (math.isfinite(value) and value >= 0):
-        raise argparse.ArgumentTypeError(f"it must be a finite number of at least 0, not {value}")
-    return value
-
-
-def _positive(text: str) -> float:
-    value = _number(float, text, "a positive number")
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"it must be a positive finite number, not {value}")
-    return value
-
-
-def _scale(text: str) -> str | float:
-    if text in ("none", "auto"):
-        return text
-    value = _number(float, text, "none, auto or a positive number")
-    if not (math.isfinite(value) and value > 0):
-        raise argparse.ArgumentTypeError(f"it must be none, auto or positive, not {value}")
-    return value
-
-
-def _number(kind: Callable[[str], N], text: str, wanted: str) -> N:
-    try:
-        return kind(text)
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {text!r}") from None
-
-
-def _format(text: str) -> str:
-    try:
-        return formats.get(text).name
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from None
-
-
-def _rounding(text: str) -> str:
-    if text not in ROUNDINGS:
-        raise argparse.ArgumentTypeError(f"unknown rounding {text!r}: choose {_any_of(ROUNDINGS)}")
-    return text
+        raise UsageError(f"--{flag}={value} is not available: choose {any_of(table)}")

@@ -11,7 +11,6 @@ from torch import nn
 
 from halp import optim
 from halp.data import (
-    DataError,
     Dataset,
     as_images,
     load_cifar10,
@@ -55,33 +54,15 @@ class ModelEntry:
     """A model of `halp.models` and the data that it takes."""
 
     build: Callable[..., nn.Module]  # of prepared data, and of what flags of its own say
-    prepare: Callable[[Dataset], Dataset]  # brings data into the model's form, or raises DataError
+    prepare: Callable[[Dataset], Dataset] = lambda data: data  # brings data into the model's form
     takes_images: bool = False  # takes --augment
-
-
-def _numbers(data: Dataset) -> Dataset:
-    if data.n_words is not None:
-        raise DataError(
-            f"--model=logreg takes numbers, but {data.name} holds indices of words: "
-            "choose --model=lstm"
-        )
-    return data
-
-
-def _words(data: Dataset) -> Dataset:
-    if data.n_words is None:
-        raise DataError(
-            f"--model=lstm tags words, but {data.name} holds none: choose --dataset=conll2000"
-        )
-    return data
+    takes_words: bool = False
 
 
 MODELS = {
-    "logreg": ModelEntry(
-        lambda data: LogisticRegression(data.n_features, data.n_classes), _numbers
-    ),
+    "logreg": ModelEntry(lambda data: LogisticRegression(data.n_features, data.n_classes)),
     "lenet": ModelEntry(lambda data: LeNet(data.input_shape[0], data.n_classes), as_images, True),
-    "lstm": ModelEntry(lambda data: LSTMTagger(data.n_words, data.n_classes), _words),
+    "lstm": ModelEntry(lambda data: LSTMTagger(data.n_words, data.n_classes), takes_words=True),
     "resnet": ModelEntry(
         lambda data, width: ResNet18(data.input_shape[0], data.n_classes, width), as_images, True
     ),
@@ -93,3 +74,6 @@ DATASETS: dict[str, Callable[[Path], Dataset]] = {
     "cifar10": load_cifar10,
     "conll2000": lambda data_dir: load_conll2000(data_dir, REPOSITORY / "datasets"),
 }
+
+DATASETS_OF_WORDS = ("conll2000",)
+"""Those that a model has to take words for; the others hold images."""

@@ -179,6 +179,17 @@ def _decompose(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         raise _no_rule(func) from error
 
 
+@cache
+def _is_derived(func: OpOverload) -> bool:
+    """Whether an operation without a rule of its own may run by those of others."""
+    composite = torch._C.DispatchKey.CompositeImplicitAutograd
+    return (
+        func._schema.is_mutable
+        or (func in decomposition_table and func.namespace != "prims")
+        or func.has_kernel_for_dispatch_key(composite)
+    )
+
+
 def _no_rule(func: OpOverload) -> NotImplementedError:
     return NotImplementedError(
         f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
@@ -187,7 +198,13 @@ def _no_rule(func: OpOverload) -> NotImplementedError:
 
 
 def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
-    """Run ``func`` at w̃, in a snapshot: on the offsets, with deltas of zero."""
+    """Run ``func`` at w̃, in a snapshot: on the offsets, with deltas of zero.
+
+    Raises:
+        NotImplementedError: an inner step could not run it, for want of a rule.
+    """
+    if func not in HANDLERS and like.dtype.is_floating_point and not _is_derived(func):
+        raise _no_rule(func)
     dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
     with writes_counted():
         result = _on_offsets(func, args, kwargs, dtype)

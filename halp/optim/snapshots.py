@@ -101,6 +101,7 @@ class SnapshotSolver(Solver):
 
         Raises:
             RuntimeError: there has been no snapshot yet.
+            ValueError: the closure left no gradient.
         """
         if self._position is None:
             raise RuntimeError(
@@ -148,13 +149,22 @@ class SnapshotSolver(Solver):
                         sums[i].add_(gradient, alpha=units)  # type: ignore[union-attr]
         if total == 0:
             raise ValueError("snapshot() got an empty loader; it must yield every training batch")
-        if all(s is None for s in sums) and any(p.requires_grad for p in parameters):
-            raise ValueError(
-                "the closure of snapshot() left no gradient in any parameter; it must call "
-                "loss.backward()"
-            )
+        if all(s is None for s in sums):
+            self._refuse_no_gradient("snapshot")
         means = [None if s is None else s.div_(total) for s in sums]
         return (loss_sum / total if has_loss else None), means
+
+    def _check_gradients(self) -> None:
+        if all(p.grad is None for p in self._parameters()):
+            self._refuse_no_gradient("step")
+
+    def _refuse_no_gradient(self, caller: str) -> None:
+        """Raise ValueError, unless every parameter is frozen."""
+        if any(p.requires_grad for p in self._parameters()):
+            raise ValueError(
+                f"the closure of {caller}() left no gradient in any parameter; it must call "
+                "loss.backward()"
+            )
 
     @contextmanager
     def _gradients_kept(self) -> Iterator[None]:

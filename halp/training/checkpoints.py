@@ -199,8 +199,8 @@ class CheckpointFolder:
     def _refuse_existing(self, epoch: int) -> None:
         if self.path(epoch).exists():
             raise CheckpointError(
-                f"{self.path(epoch)} exists already and is not overwritten: name another folder, "
-                "or move the file away"
+                f"{self.path(epoch)} exists already and is not overwritten: save into another "
+                "folder, or move the file away"
             )
 
 

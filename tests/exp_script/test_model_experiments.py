@@ -13,7 +13,7 @@ import pytest
 
 from halp.training import read_metrics
 from run_models import main
-from settings import REPOSITORY
+from tables import REPOSITORY
 
 pytestmark = pytest.mark.slow
 

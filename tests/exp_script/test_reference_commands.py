@@ -8,7 +8,8 @@ import pytest
 
 from halp.training import read_metrics
 from run_models import main
-from settings import REPOSITORY, parse
+from settings import parse
+from tables import REPOSITORY
 
 COMMANDS = {
     "logreg-halp": "--n-epochs=100 --batch-size=100 --reg=1e-5 --alpha=0.05 --momentum=0.9 "

@@ -15,7 +15,7 @@ from paper_experiments import EXPERIMENTS
 from paper_problems import LeastSquares, digits, has_mnist
 from paper_runs import Run, carry_out, halp_fixed, low_precision
 from reproduce_paper import main
-from settings import REPOSITORY
+from tables import REPOSITORY
 
 SCRIPT = REPOSITORY / "exp_script" / "reproduce_paper.py"
 

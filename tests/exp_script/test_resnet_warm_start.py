@@ -173,6 +173,24 @@ def test_a_run_loads_from_and_saves_into_one_folder(tmp_path):
     assert len(list(folder.iterdir())) == 3
 
 
+def test_a_run_loads_from_one_folder_and_saves_into_another(tmp_path):
+    first, second = tmp_path / "first", tmp_path / "second"
+    run(tmp_path, saving(first, "--solver=sgd", "--limit-train=8"), "before")
+    flags = loading(first, "--solver=sgd", "--limit-train=8", "--resnet-save-ckpt")
+    flags += [f"--resnet-save-ckpt-path={second}", f"--resnet-load-ckpt-path={first}"]
+    run(tmp_path, flags, "after")
+    assert {path.name for path in second.iterdir()} <= {path.name for path in first.iterdir()}
+
+
+def test_what_a_person_should_know_is_said_before_training(saved, tmp_path, capsys):
+    folder, _ = saved
+    flags = loading(folder, "--solver=svrg", "--momentum=0", "--resnet-fine-tune")
+    assert main([*flags, f"--output={tmp_path / 'out'}"]) == 0
+    out = capsys.readouterr().out
+    assert "the checkpoint's momentum is left out, since --momentum is 0" in out
+    assert "only the last layer trains; all else is frozen, in evaluation mode" in out
+
+
 # What is refused: in one sentence, before training, with nothing written.
 
 
@@ -190,7 +208,7 @@ def test_an_existing_checkpoint_is_refused_before_training(saved, tmp_path, caps
     output = tmp_path / "out"
     message = mistake(capsys, saving(folder, f"--output={output}"))
     assert message == (
-        f"{folder / 'resnet-epoch-1.pt'} exists already and is not overwritten: name another "
+        f"{folder / 'resnet-epoch-1.pt'} exists already and is not overwritten: save into another "
         "folder, or move the file away"
     )
     assert {path.name: path.read_bytes() for path in folder.iterdir()} == before

@@ -16,8 +16,7 @@ import run_models
 import tables
 from halp.data import IGNORED, Dataset
 from run_models import main
-from settings import REPOSITORY
-from tables import SOLVERS
+from tables import REPOSITORY, SOLVERS
 
 SCRIPT = REPOSITORY / "exp_script" / "run_models.py"
 SMALL = ["--n-epochs=2", "--limit-train=64", "--batch-size=16"]
@@ -170,16 +169,24 @@ def test_padding_changes_no_metric(tmp_path, monkeypatch):
     assert found[0] == found[1]
 
 
-def test_a_model_and_data_that_do_not_go_together_are_told_which_do(capsys, monkeypatch):
-    monkeypatch.setitem(tables.DATASETS, "conll2000", lambda data_dir: sentences())
-    assert "--model=lstm tags words, but digits holds none: choose --dataset=conll2000" in mistake(
-        capsys, "--model=lstm"
-    )
-    message = mistake(capsys, "--dataset=conll2000")
+def test_fixed_point_that_holds_whole_numbers_only_says_so(capsys):
+    flags = ["--solver=lp-sgd", "--format=fixed8", "--limit-train=64", "--n-epochs=1"]
+    assert run_models.main(flags) == 0
+    assert "fixed8 with scale none holds whole numbers only" in capsys.readouterr().out
+    assert run_models.main([*flags, "--scale=0.03125"]) == 0
+    assert "whole numbers" not in capsys.readouterr().out
+
+
+def test_a_model_and_data_that_do_not_go_together_are_told_which_do(capsys):
+    """Before the data is looked for."""
+    message = mistake(capsys, "--model=lstm")
     assert message.endswith(
-        "--model=logreg takes numbers, but sentences holds indices of words: choose --model=lstm"
+        "--dataset=digits holds images, which --model=lstm does not take: choose --model=logreg, "
+        "lenet or resnet"
     )
-    assert "no images" in mistake(capsys, "--dataset=conll2000", "--model=lenet")
+    for model in ("logreg", "lenet", "resnet"):
+        message = mistake(capsys, "--dataset=conll2000", f"--model={model}")
+        assert message.endswith(f"which --model={model} does not take: choose --model=lstm")
 
 
 @pytest.mark.parametrize("solver", ["sgd", "svrg"])

@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from settings import REPOSITORY, UsageError, parse
+from flags import UsageError
+from settings import parse
+from tables import REPOSITORY
 
 FLAGS = "--n-epochs=100 --batch-size=100 --reg=1e-5 --alpha=0.05 --momentum=0.9 --seed=1"
 
@@ -123,7 +125,7 @@ def test_resnet_flags_are_for_resnet(flags):
     "flags, message",
     [
         ("save-ckpt", "--resnet-save-ckpt was given without --resnet-save-ckpt-path: add it"),
-        ("load-ckpt", "--resnet-load-ckpt was given without --resnet-save-ckpt-path: add it"),
+        ("load-ckpt", "--resnet-load-ckpt was given without --resnet-load-ckpt-path: add the"),
         (
             "load-ckpt save-ckpt-path=d",
             "--resnet-load-ckpt was given without --resnet-load-ckpt-epoch-id: add it",
@@ -166,7 +168,8 @@ def test_settings_of_resnet_are_none_for_other_models():
 
 @pytest.mark.parametrize("model", ["logreg", "lstm"])
 def test_only_images_are_augmented(model):
-    message = refusal("--augment", f"--model={model}")
+    data = "conll2000" if model == "lstm" else "digits"
+    message = refusal("--augment", f"--model={model}", f"--dataset={data}")
     assert message == f"--augment is for --model=lenet or resnet, not for --model={model}"
     assert parse(["--augment", "--model=lenet"]).augment
 

@@ -13,6 +13,7 @@ from tests.optim.runs import (
     WITH_SNAPSHOTS,
     Run,
     linear,
+    mean_squares,
     regression,
 )
 
@@ -398,3 +399,58 @@ def test_an_empty_batch_counts_nothing_in_a_snapshot():
 
     alone = optimizer.snapshot([batch], closure)
     assert optimizer.snapshot([batch, tuple(t[:0] for t in batch)], closure) == alone
+
+
+# Closures.
+
+
+@pytest.mark.parametrize("solver", WITH_SNAPSHOTS)
+def test_a_closure_that_computes_no_gradient_is_refused_and_moves_nothing(solver):
+    model = linear()
+    optimizer = make(solver, model)
+    (x, y), *_ = regression()
+
+    def forgetful(*_) -> torch.Tensor:
+        optimizer.zero_grad()
+        return mean_squares(model, x, y)
+
+    def loss_of(*_) -> torch.Tensor:
+        loss = forgetful()
+        loss.backward()
+        return loss
+
+    if solver != "BitCenterSGD":  # which does not look at the data
+        with pytest.raises(ValueError) as error:
+            optimizer.snapshot([(x, y)], forgetful)
+        says(error, "snapshot()", "left no gradient", "loss.backward()")
+    optimizer.snapshot([(x, y)], loss_of)
+    before = [halp.value(p) for p in model.parameters()]
+    with pytest.raises(ValueError) as error:
+        optimizer.step(forgetful)
+    says(error, "step()", "left no gradient", "loss.backward()")
+    assert all(map(torch.equal, before, map(halp.value, model.parameters())))
+    optimizer.step(loss_of)
+
+
+def test_an_operation_without_a_rule_is_refused_by_name_in_a_snapshot_already():
+    class Packed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.lstm = nn.Embedding(5, 3), nn.LSTM(3, 4)
+
+        def forward(self, words: torch.Tensor) -> torch.Tensor:
+            packed = nn.utils.rnn.pack_padded_sequence(self.embedding(words), [3, 2])
+            return self.lstm(packed)[0].data.square().mean()
+
+    model = halp.bit_center(Packed())
+    optimizer = make("BitCenterSVRG", model)
+
+    def loss_of(words: torch.Tensor) -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = model(words)
+        loss.backward()
+        return loss
+
+    with pytest.raises(NotImplementedError) as error:
+        optimizer.snapshot([torch.zeros(3, 2, dtype=torch.int64)], loss_of)
+    says(error, "aten._pack_padded_sequence.default has no delta rule", "register_rule")
