@@ -61,6 +61,25 @@ def recorded() -> Iterator[list[Decision]]:
         dispatch.HANDLERS.update(originals)
 
 
+@contextmanager
+def moved_gradients() -> Iterator[list[Tensor]]:
+    """Note, within the block, the offset gradients that max-pools send to a new winner."""
+    moved: list[Tensor] = []
+    op = aten.max_pool2d_with_indices_backward.default
+    original = dispatch.HANDLERS[op]
+
+    def handler(func: Any, like: Any, args: tuple, kwargs: dict) -> Any:
+        gradient, *_, winner = args
+        moved.append(gradient.offset[winner.offset != winner.delta].double())
+        return original(func, like, args, kwargs)
+
+    dispatch.HANDLERS[op] = handler
+    try:
+        yield moved
+    finally:
+        dispatch.HANDLERS[op] = original
+
+
 class Replay(TorchFunctionMode):
     """Within the block, ReLUs and max-pools of plain models follow decisions that are given.
 
