@@ -76,7 +76,7 @@ def max_pool(
     """See :func:`winners`."""
     names = [argument.name for argument in func._schema.arguments]
     given = {**dict(zip(names, args, strict=False)), **kwargs}
-    dims = 2 if func is aten.max_pool2d_with_indices.default else 3
+    dims = _dims(func)
 
     def each(name: str, default: Any) -> list[int]:
         value = given.get(name) or default
@@ -84,11 +84,12 @@ def max_pool(
         return value * dims if len(value) == 1 else value
 
     kernel = each("kernel_size", None)
-    how = zip(kernel, each("stride", kernel), each("padding", 0), each("dilation", 1), strict=True)
-    ways = list(how)
-    return _pool(
-        func, x, args, kwargs, lambda i, size, windows: sliding_windows(size, windows, *ways[i])
-    )
+    ways = (kernel, each("stride", kernel), each("padding", 0), each("dilation", 1))
+
+    def windows_along(i: int, size: int, windows: int) -> Windows:
+        return sliding_windows(size, windows, *(way[i] for way in ways))
+
+    return _pool(func, x, args, kwargs, windows_along)
 
 
 @register_handler(aten.adaptive_max_pool2d.default, aten.adaptive_max_pool3d.default)
@@ -97,6 +98,10 @@ def adaptive_max_pool(
 ) -> tuple[Tensor, Tensor]:
     """See :func:`winners`."""
     return _pool(func, x, args, kwargs, lambda _, size, windows: adaptive_windows(size, windows))
+
+
+def _dims(func: OpOverload) -> int:
+    return 3 if "3d" in func._schema.name else 2
 
 
 def _pool(
@@ -109,7 +114,7 @@ def _pool(
     best, before = func(x.offset, *args[1:], **kwargs)
     if x.is_constant:
         return BitCenteredTensor.constant(best, x.context, x.delta.dtype), before
-    dims = 3 if "3d" in func._schema.name else 2
+    dims = _dims(func)
     sizes = zip(x.shape[-dims:], best.shape[-dims:], strict=True)
     windows = [windows_along(i, size, n) for i, (size, n) in enumerate(sizes)]
     delta, after = winners(x.offset, x.delta, best, windows)

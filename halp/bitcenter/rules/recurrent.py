@@ -41,7 +41,7 @@ def lstm_cell_backward(
     of_h, of_c, c, new_c, workspace, has_bias = args
     i, f, g, o = workspace.chunk(4, 1)
     squashed = new_c.tanh()
-    total = None if of_c is None else of_c
+    total = of_c
     of_o = torch.zeros_like(o)
     if of_h is not None:
         of_o = of_h * squashed
