@@ -25,7 +25,7 @@ VERSION = 1
 COMMAND = "python utils/postag_data_utils.py"
 
 PADDING, UNKNOWN = 0, 1
-"""Indices of what is no word: padding, and any word that the training set lacks."""
+"""Indices of what is no word: padding, and any word that the training set has not twice."""
 RESERVED = ("<pad>", "<unk>")
 
 
@@ -57,7 +57,7 @@ def load_conll2000(data_dir: Path | str, *fallbacks: Path | str) -> Dataset:
 
     Returns:
         Inputs int64 (N, T), indices of words, of which 0 is padding and 1 any word that the
-        training set lacks; labels int64 (N, T), tags 0 ... 11, `IGNORED` at padding. T is
+        training set has not twice; labels int64 (N, T), tags 0 ... 11, `IGNORED` at padding. T is
         the length of the longest sentence. Of the whole data 8936 training and 2012 test
         sentences, in file order.
 
