@@ -14,6 +14,7 @@ from pathlib import Path
 
 from flags import HelpFormatter, Parser, UsageError
 from halp.training import EpochRecord, plot_convergence
+from interrupts import Interrupted
 from run_models import MISTAKES, run
 from settings import Settings, parse
 from tables import REPOSITORY, SOLVERS
@@ -40,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as mistake:
         print(f"compare_runs.py: error: {mistake}", file=sys.stderr)
         return 2
+    except Interrupted as stop:
+        print(f"compare_runs.py: {stop}", file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("compare_runs.py: interrupted; what was measured so far is kept", file=sys.stderr)
         return 130

@@ -82,6 +82,17 @@ def scale(text: str) -> str | float:
     return value
 
 
+def interval(text: str) -> str:
+    """Read a whole number of steps from 1, or of epochs, as in ``2e``."""
+    try:
+        count(text.removesuffix("e"))
+    except argparse.ArgumentTypeError:
+        raise argparse.ArgumentTypeError(
+            f"it must be a number of steps, as in 500, or of epochs, as in 2e, not {text!r}"
+        ) from None
+    return text
+
+
 def _number(kind: Callable[[str], N], text: str, wanted: str) -> N:
     try:
         return kind(text)

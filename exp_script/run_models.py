@@ -5,13 +5,16 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import logging
 import platform
+import random
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import Any, cast
 
+import numpy
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
@@ -19,8 +22,10 @@ from torch.optim.lr_scheduler import MultiStepLR
 from tqdm import tqdm
 
 import halp
+import resume
 from flags import UsageError
 from halp import formats
+from halp.bitcenter import NoRoomError
 from halp.data import Batches, DataError, Dataset, crop_and_flip, trim_padding
 from halp.models import ResNet18
 from halp.optim.base import Solver
@@ -34,21 +39,25 @@ from halp.training import (
     measure,
     train,
 )
-from settings import Settings, parse
+from interrupts import Interrupted, ended_in_a_sentence
+from settings import Settings
 from tables import DATASETS, MODELS, SOLVERS
 
-MISTAKES = (UsageError, DataError, RecordError, CheckpointError)
+MISTAKES = (UsageError, DataError, RecordError, CheckpointError, NoRoomError)
 """What a person can put right; shown as one sentence. Anything else is a bug, with a traceback."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit code."""
     try:
-        settings = parse(argv)
+        settings = resume.settings_of(argv)
         run(settings, announce=_say, report=lambda record: _say(_line(record, settings.n_epochs)))
     except MISTAKES as mistake:
         print(f"run_models.py: error: {mistake}", file=sys.stderr)
         return 2
+    except Interrupted as stop:
+        print(f"run_models.py: {stop}", file=sys.stderr)
+        return stop.exit_code
     except KeyboardInterrupt:
         print("run_models.py: interrupted; what was measured so far is kept", file=sys.stderr)
         return 130
@@ -68,52 +77,95 @@ def run(
         report: is given every record as soon as it exists.
 
     Raises:
-        UsageError, DataError, RecordError, CheckpointError: something that the person who asked
-            can put right.
+        UsageError, DataError, RecordError, CheckpointError, NoRoomError: something that the person
+            who asked can put right.
+        Interrupted: by SIGINT or SIGTERM.
     """
     data = _load(settings)
     batches, measured, test = _batches(data, settings)
     settings = _resolved(settings, data, batches)
-    torch.manual_seed(settings.seed)
+    _seed(settings.seed)
     model = _model(data, settings)
     checkpoint = _loaded(model, data, settings)
     optimizer = _solver(model, settings)
     if checkpoint is not None:
         checkpoint.load_momentum(model, optimizer)
-    after_epoch = _after_epoch(model, optimizer, data, settings)
-    records = []
-    with _output(settings) as folder, _progress(settings, len(batches)) as bar:
+    scheduler = MultiStepLR(optimizer, list(settings.resnet_lr_drops), gamma=0.1)
+    after_epoch = _after_epoch(model, optimizer, scheduler, data, settings)
+    with _output(settings, data) as folder:
         announce(_description(settings, data, len(batches)))
         for line in _notes(settings, checkpoint):
             announce(line)
-        for record in train(
-            model,
-            optimizer,
-            batches,
-            cross_entropy,
-            epochs=settings.n_epochs,
-            measure=lambda: measure(
-                model,
-                measured,
-                test,
-                cross_entropy,
-                weight_decay=settings.reg,
-                dtype=settings.dtype,
-            ),
-            measure_every=settings.measure_every,
-            after_step=bar.update,
-            after_epoch=after_epoch,
+        checkpointer = resume.checkpointer(
+            settings, folder, model, optimizer, batches, announce, scheduler=scheduler
+        )
+        if folder is not None and settings.resume:
+            going_on = resume.restore(checkpointer, folder, settings, data, _versions(), announce)
+            if not going_on:
+                return folder.records
+        records = [] if folder is None else list(folder.records)
+        with (
+            _progress(settings, len(batches), checkpointer.steps) as bar,
+            ended_in_a_sentence(checkpointer.stop, resume.command(settings)),
+            _logged(announce),
         ):
-            records.append(record)
-            if folder is not None:
-                folder.write(record)
-            report(record)
+            for record in train(
+                model,
+                optimizer,
+                batches,
+                cross_entropy,
+                epochs=settings.n_epochs,
+                measure=lambda: measure(
+                    model,
+                    measured,
+                    test,
+                    cross_entropy,
+                    weight_decay=settings.reg,
+                    dtype=settings.dtype,
+                ),
+                measure_every=settings.measure_every,
+                after_step=bar.update,
+                after_epoch=after_epoch,
+                checkpointer=checkpointer,
+            ):
+                records.append(record)
+                if folder is not None:
+                    folder.write(record)
+                report(record)
     saturated = getattr(optimizer, "saturated", 0)
     if saturated:
         announce(
             f"fixed point: z went beyond its range {saturated} times; a smaller --mu widens it"
         )
     return records
+
+
+@contextlib.contextmanager
+def _logged(announce: Callable[[str], object]) -> Iterator[None]:
+    """Within the block, what halp logs is announced: how many bytes cached offsets take."""
+
+    class Handler(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            announce(record.getMessage())
+
+    logger, handler = logging.getLogger("halp"), Handler()
+    before, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.INFO)
+    logger.propagate = False
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(before)
+        logger.propagate = propagate
+
+
+def _seed(seed: int) -> None:
+    """Start all global random numbers; what else is drawn has generators of its own."""
+    torch.manual_seed(seed)
+    numpy.random.seed(seed)
+    random.seed(seed)
 
 
 def _load(settings: Settings) -> Dataset:
@@ -201,7 +253,13 @@ def _solver(model: nn.Module, settings: Settings) -> Solver:
     }
     try:
         if entry.bit_centered:
-            halp.bit_center(model, **arithmetic, offset_dtype=settings.dtype)
+            halp.bit_center(
+                model,
+                **arithmetic,
+                offsets="on-site" if settings.on_site_compute else "cached",
+                offset_dtype=settings.dtype,
+                offset_cache_dir=settings.offset_cache_dir,
+            )
         elif entry.rounds:
             options |= arithmetic
         if settings.mu is not None:
@@ -215,17 +273,21 @@ def _solver(model: nn.Module, settings: Settings) -> Solver:
 
 
 def _after_epoch(
-    model: nn.Module, optimizer: Solver, data: Dataset, settings: Settings
+    model: nn.Module,
+    optimizer: Solver,
+    scheduler: MultiStepLR,
+    data: Dataset,
+    settings: Settings,
 ) -> Callable[[int], object]:
     """What happens at the end of an epoch: a checkpoint where one is due, then the schedule.
 
     Raises:
         CheckpointError: a checkpoint of the run could not be written.
     """
-    scheduler = MultiStepLR(optimizer, list(settings.resnet_lr_drops), gamma=0.1)
     checkpoints = CheckpointFolder(Path(settings.resnet_save_folder or ""), settings.model)
     if settings.resnet_save_epochs:
-        checkpoints.prepare(settings.resnet_save_epochs)
+        own = settings.resnet_save_epochs if settings.resume else ()
+        checkpoints.prepare(settings.resnet_save_epochs, own=own)
 
     def after_epoch(epoch: int) -> None:
         if epoch in settings.resnet_save_epochs:
@@ -266,10 +328,12 @@ def _origin(epoch: int, optimizer: Solver, settings: Settings) -> dict[str, Any]
     }
 
 
-def _output(settings: Settings) -> contextlib.AbstractContextManager[RunFolder | None]:
+def _output(
+    settings: Settings, data: Dataset
+) -> contextlib.AbstractContextManager[RunFolder | None]:
     if settings.output is None:
         return contextlib.nullcontext()
-    config = {"settings": dataclasses.asdict(settings), "versions": _versions()}
+    config = None if settings.resume else resume.configuration(settings, data, _versions())
     return RunFolder(Path(settings.output), config)
 
 
@@ -282,10 +346,11 @@ def _versions() -> dict[str, str]:
     }
 
 
-def _progress(settings: Settings, steps_per_epoch: int) -> Any:
+def _progress(settings: Settings, steps_per_epoch: int, done: int) -> Any:
     """A bar under the lines; none where stderr is not a terminal."""
     return tqdm(
         total=settings.n_epochs * steps_per_epoch,
+        initial=done,
         desc=settings.solver,
         unit="step",
         file=sys.stderr,
@@ -309,6 +374,8 @@ def _description(settings: Settings, data: Dataset, steps_per_epoch: int) -> str
         parts.append(f"T = {settings.T}")
     if settings.format is not None:
         parts.append(f"{settings.format}, {settings.rounding}, scale {settings.scale}")
+    if SOLVERS[settings.solver].bit_centered:
+        parts.append(f"offsets {'on site' if settings.on_site_compute else 'cached'}")
     if settings.mu is not None:
         parts.append(f"mu = {settings.mu:g}")
     return "; ".join(parts)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import os
+import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 
@@ -16,6 +17,7 @@ from flags import (
     any_of,
     count,
     format_name,
+    interval,
     non_negative,
     positive,
     rounding,
@@ -30,6 +32,9 @@ RESNET_WIDTH = 64
 RESNET_SAVE_EPOCHS = (1, 300)
 RESNET_LR_DROPS = (150, 250)
 """By default of a run that saves checkpoints: the recipe that the fine-tuning experiment is of."""
+
+CHECKPOINT_EVERY = "1e"
+"""By default of a run with an output folder: often enough to lose little."""
 
 SAVING = ("sgd", "lp-sgd")
 """Solvers that save checkpoints; every solver loads them."""
@@ -58,11 +63,13 @@ class Settings:
     augment: bool
     limit_train: int | None
     offset_dtype: str
-    on_site_compute: bool
+    on_site_compute: bool  # else bc-* cache offsets
+    offset_cache_dir: str | None  # None: cached offsets are kept in memory
     cuda: bool
     measure_every: int
     data_dir: str
     output: str | None
+    checkpoint_every: str | None  # steps, as in "500", or epochs, as in "1e"; None without output
     resnet_width: int | None
     resnet_lr_drops: tuple[int, ...]  # epochs after which the learning rate falls to a tenth
     resnet_save_epochs: tuple[int, ...]  # those that the run reaches; none: nothing is saved
@@ -70,6 +77,8 @@ class Settings:
     resnet_save_folder: str | None
     resnet_load_folder: str | None
     resnet_fine_tune: bool
+    resume: bool = False  # whether to go on with the run that the output folder holds
+    command: tuple[str, ...] = field(default=(), compare=False)  # what this was parsed from
 
     @property
     def dtype(self) -> torch.dtype:
@@ -88,7 +97,10 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     Raises:
         UsageError: it cannot be carried out, whatever the data.
     """
+    argv = sys.argv[1:] if argv is None else argv
     args = make_parser().parse_args(argv)
+    if args.resume is not None:
+        raise UsageError("--resume is for run_models.py, and for one run")
     _known("model", args.model, MODELS)
     _known("dataset", args.dataset, DATASETS)
     _known("solver", args.solver, SOLVERS)
@@ -100,6 +112,8 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
     _check_data(args)
     _check_mu(args)
     _check_augment(args)
+    _check_output(args)
+    _check_cache(args)
     _check_resnet(args)
     saves = args.resnet_save_ckpt
     return Settings(
@@ -122,11 +136,13 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         augment=args.augment,
         limit_train=args.limit_train,
         offset_dtype=args.offset_dtype,
-        on_site_compute=solver.bit_centered,
+        on_site_compute=solver.bit_centered and _on_site(args),
+        offset_cache_dir=args.offset_cache_dir,
         cuda=args.cuda,
         measure_every=args.measure_every,
         data_dir=str(args.data_dir or os.environ.get("HALP_DATA") or REPOSITORY / "datasets"),
         output=args.output,
+        checkpoint_every=args.checkpoint_every or (CHECKPOINT_EVERY if args.output else None),
         resnet_width=(args.resnet_width or RESNET_WIDTH) if args.model == "resnet" else None,
         resnet_lr_drops=_epochs(args.resnet_lr_drops, RESNET_LR_DROPS if saves else ()),
         resnet_save_epochs=_save_epochs(args) if saves else (),
@@ -134,6 +150,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         resnet_save_folder=args.resnet_save_ckpt_path if saves else None,
         resnet_load_folder=args.resnet_load_ckpt_path or args.resnet_save_ckpt_path,
         resnet_fine_tune=args.resnet_fine_tune,
+        command=tuple(argv),
     )
 
 
@@ -199,12 +216,33 @@ def make_parser() -> Parser:
     arithmetic.add_argument(
         "--on-site-compute",
         action="store_true",
-        help="compute offsets where they are needed; bc-* solvers always do so for now",
+        help="of bc-*: compute offsets where they are needed, as with --shuffle and --augment; "
+        "by default each full gradient keeps them for the inner steps, in the format",
+    )
+    arithmetic.add_argument(
+        "--offset-cache-dir",
+        metavar="DIR",
+        help="keep cached offsets in a memory-mapped file there, by default in memory",
     )
 
     files = parser.add_argument_group("files and measuring")
     files.add_argument("--data-dir", help="by default $HALP_DATA, else the repository's datasets/")
-    files.add_argument("--output", metavar="DIR", help="write config.json and metrics.jsonl there")
+    files.add_argument(
+        "--output", metavar="DIR", help="write config.json, metrics.jsonl and checkpoints there"
+    )
+    files.add_argument(
+        "--checkpoint-every",
+        type=interval,
+        metavar="N",
+        help="make a checkpoint every N steps, or every N epochs as in 2e, and always at the end; "
+        f"by default {CHECKPOINT_EVERY} with --output",
+    )
+    files.add_argument(
+        "--resume",
+        metavar="DIR",
+        help="go on with the run in DIR, with all its flags; --n-epochs may be raised, "
+        "--checkpoint-every and --data-dir changed",
+    )
     files.add_argument(
         "--measure-every", type=count, default=1, metavar="N", help="measure every N epochs"
     )
@@ -311,6 +349,36 @@ def _check_augment(args: argparse.Namespace) -> None:
     if args.augment and not MODELS[args.model].takes_images:
         images = [name for name, entry in MODELS.items() if entry.takes_images]
         raise UsageError(f"--augment is for --model={any_of(images)}, not for --model={args.model}")
+
+
+def _check_output(args: argparse.Namespace) -> None:
+    if args.checkpoint_every is not None and args.output is None:
+        raise UsageError(
+            f"--checkpoint-every={args.checkpoint_every} was given without --output: add the "
+            "folder that checkpoints are written into"
+        )
+
+
+def _on_site(args: argparse.Namespace) -> bool:
+    """Whether offsets have to be computed on site: a cache needs the same batches every epoch."""
+    return args.on_site_compute or args.shuffle or args.augment
+
+
+def _check_cache(args: argparse.Namespace) -> None:
+    if args.offset_cache_dir is None:
+        return
+    caching = [name for name, entry in SOLVERS.items() if entry.bit_centered]
+    if args.solver not in caching:
+        raise UsageError(
+            f"--offset-cache-dir is for --solver={any_of(caching)}, not for --solver={args.solver}"
+        )
+    if _on_site(args):
+        flags = ("on_site_compute", "shuffle", "augment")
+        given = next(f"--{name.replace('_', '-')}" for name in flags if getattr(args, name))
+        raise UsageError(
+            f"--offset-cache-dir was given together with {given}, with which offsets are computed "
+            "on site and nothing is cached: leave one of them out"
+        )
 
 
 def _check_mu(args: argparse.Namespace) -> None:

@@ -2,11 +2,13 @@
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halp.bitcenter.cache import OffsetCache
 from halp.bitcenter.dispatch import assign
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
@@ -28,6 +30,7 @@ def bit_center(
     arithmetic: str = "auto",
     offset_dtype: torch.dtype | None = None,
     seed: int = 0,
+    offset_cache_dir: str | Path | None = None,
 ) -> nn.Module:
     """Make every parameter of ``model`` a bit-centered tensor, in place; return the model.
 
@@ -43,11 +46,17 @@ def bit_center(
         rounding: how every delta is rounded: any mode of :func:`halp.quantize`.
         scale: scale of the deltas, see :func:`halp.quantize`. With ``None``, fp16 deltas underflow
             once updates get small.
-        offsets: ``"on-site"``: each pass computes offsets and deltas side by side.
+        offsets: ``"on-site"``: each pass computes offsets and deltas side by side, with any
+            batches. ``"cached"``: the solver's snapshot keeps each batch's offsets, rounded to the
+            format, on the host, and inner steps do no high-precision work; the loader must repeat
+            its batches. How many bytes that takes is logged, by the logger ``"halp"``, before they
+            are allocated.
         arithmetic: ``"auto"`` or ``"emulated"``: low-precision values are stored in a wide dtype.
         offset_dtype: dtype of the offsets w̃ and of all that is computed from them; by default the
             model's. float32 offsets end at gradient norms of about 5e-8, float64 ones at 1e-16.
         seed: names the random bits of ``"stoc"``.
+        offset_cache_dir: folder in which cached offsets are kept in a memory-mapped file, which is
+            gone with the process; by default they are in memory.
 
     Raises:
         ValueError: the model has no floating-point parameters, is bit-centered already, or an
@@ -55,8 +64,10 @@ def bit_center(
         TypeError: a parameter is neither float32 nor float64.
     """
     precision = Precision(format, rounding, scale, seed=seed)  # type: ignore[arg-type]
-    if offsets != "on-site":
-        raise ValueError(f'offsets must be "on-site", not {offsets!r}')
+    if offsets not in ("on-site", "cached"):
+        raise ValueError(f'offsets must be "on-site" or "cached", not {offsets!r}')
+    if offset_cache_dir is not None and offsets != "cached":
+        raise ValueError(f'offset_cache_dir is for offsets="cached", not for offsets={offsets!r}')
     if arithmetic not in ("auto", "emulated"):
         raise ValueError(f'arithmetic must be "auto" or "emulated", not {arithmetic!r}')
     if offset_dtype is not None and offset_dtype not in _WIDE:
@@ -76,7 +87,10 @@ def bit_center(
             )
     if not parameters:
         raise ValueError("the model has no parameters to bit-center")
-    context = Context(precision)
+    cache = None
+    if offsets == "cached":
+        cache = OffsetCache(None if offset_cache_dir is None else Path(offset_cache_dir))
+    context = Context(precision, cache)
     _replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
     for module in model.modules():
         hooks = [module._register_state_dict_hook(_plain_state)]

@@ -14,7 +14,10 @@ from torch._decomp import decomposition_table
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
-from halp.bitcenter.offsets import Context, Offset
+from halp.bitcenter.cache import Recipes
+from halp.bitcenter.offsets import Offset
+from halp.bitcenter.operands import Decided, Operand, all_constant, exact_of, on_offsets
+from halp.bitcenter.replay import run_with_cache
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
 from halp.calls import call, replace_tensors
 from halp.random_bits import is_traced
@@ -24,70 +27,11 @@ Handler = Callable[[OpOverload, BitCenteredTensor, tuple, dict], Any]
 
 HANDLERS: dict[OpOverload, Handler] = {}
 
+#: Of an operation: which arguments its offsets depend on, if not on all.
+KEYS: dict[OpOverload, Callable[[tuple], tuple]] = {}
 
-class Operand:
-    """An operand as a rule sees it: a floating-point tensor, or anything bit-centered.
-
-    Attributes:
-        delta: e, on the low-precision grid; None for a constant (a plain tensor, or one whose e is
-            known to be zero).
-        shape, device: the operand's.
-    """
-
-    __slots__ = ("_context", "_dtype", "_tensor", "delta", "device", "shape")
-
-    def __init__(self, tensor: Tensor, context: Context, dtype: torch.dtype) -> None:
-        self._tensor: Any = tensor
-        self._context = context
-        self._dtype = dtype
-        self.shape = tensor.shape
-        self.device = tensor.device
-        self.delta: Any = None
-        if type(tensor) is BitCenteredTensor and not tensor.is_constant:
-            self.delta = tensor.delta
-            if self.decides:  # a count, or a mask of zeros and ones
-                self.delta = tensor.delta.to(dtype) - tensor.offset.to(dtype)
-
-    @property
-    def offset(self) -> Tensor:
-        """u: the offset, rounded to the format and stored in the delta's dtype."""
-        if type(self._tensor) is not BitCenteredTensor:
-            return self._context.copies.rounded(self._tensor, self._dtype)
-        return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.low_offset
-
-    @property
-    def exact(self) -> Tensor:
-        """u unrounded, in the offset's dtype: for rules that decide or that would cancel."""
-        if type(self._tensor) is not BitCenteredTensor:
-            return self._tensor
-        return self._tensor.offset.to(self._dtype) if self.decides else self._tensor.offset
-
-    @property
-    def decides(self) -> bool:
-        """Whether this is a mask or an index that offset and full value may set differently."""
-        return not self._tensor.dtype.is_floating_point
-
-    @property
-    def before(self) -> Tensor:
-        """Of a mask or an index: what the offset alone decides."""
-        return self._tensor.offset
-
-    @property
-    def after(self) -> Tensor:
-        """Of a mask or an index: what the full value decides."""
-        return self._tensor.delta
-
-    @property
-    def decision(self) -> Tensor | None:
-        """The elements of the full value that a ReLU let through, if this came out of one."""
-        return None if self.delta is None else self._tensor.decision
-
-
-class Decided(NamedTuple):
-    """A rule's delta together with the decision that the backward pass must repeat."""
-
-    delta: Tensor
-    decision: Tensor
+#: Of an operation: how inner steps compute its result's offset from what is kept of its operands.
+RECIPES: dict[OpOverload, Callable[..., Recipes | tuple[Recipes, ...]]] = {}
 
 
 def register_rule(*ops: OpOverload) -> Callable[[Callable], Callable]:
@@ -113,6 +57,35 @@ def register_rule(*ops: OpOverload) -> Callable[[Callable], Callable]:
         for op in ops:
             HANDLERS[op] = _handler_of(rule)
         return rule
+
+    return register
+
+
+def register_recipe(*ops: OpOverload) -> Callable[[Callable], Callable]:
+    """Register what saves cached offsets from keeping an operation's result.
+
+    The function is called with the operation's arguments as a rule is, and returns for each form in
+    which the result's offset may be read a :class:`~halp.bitcenter.cache.Recipe`; a tuple of such
+    dicts where there are several results. Operands in it have no deltas.
+    """
+
+    def register(recipe: Callable) -> Callable:
+        for op in ops:
+            RECIPES[op] = recipe
+        return recipe
+
+    return register
+
+
+def register_key(op: OpOverload) -> Callable[[Callable], Callable]:
+    """Register what an operation's offsets depend on: a function that picks it from the arguments.
+
+    By it cached offsets are found again; without one, they depend on all arguments.
+    """
+
+    def register(pick: Callable[[tuple], tuple]) -> Callable:
+        KEYS[op] = pick
+        return pick
 
     return register
 
@@ -151,6 +124,36 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
         return func(*args, **kwargs)
     if like.context.offsets_only:
         return _offsets_only(func, like, args, kwargs)
+    cache = like.context.cache
+    if cache is None or not cache.is_active:
+        return _run(func, like, args, kwargs)
+    if func._schema.is_mutable and _is_at_hand(args[0]):
+        root = args[0]._offset.root
+        root.written(hash(("written", root.key)), None)
+        with cache.suspended():
+            return _run(func, like, args, kwargs)
+    if is_traced(like.delta):
+        raise NotImplementedError(
+            "cached offsets are recorded and replayed eagerly and cannot be compiled; use "
+            'halp.bit_center(..., offsets="on-site") under torch.compile'
+        )
+    outer = cache.begin_call(func, KEYS[func](args) if func in KEYS else args, kwargs)
+    try:
+        result = _run(func, like, args, kwargs)
+        for i, part in enumerate(result if isinstance(result, tuple | list) else (result,)):
+            if type(part) is BitCenteredTensor and not part._offset.is_named(args):
+                part._offset.name(cache.key_of_result(i))
+    finally:
+        cache.end_call(outer)
+    return result
+
+
+def _is_at_hand(x: Any) -> bool:
+    """Whether this is a bit-centered parameter, or part of one: its offset is there to write to."""
+    return type(x) is BitCenteredTensor and x._offset.root.is_at_hand
+
+
+def _run(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     handler = HANDLERS.get(func)
     if handler is not None:
         return handler(func, like, args, kwargs)
@@ -207,7 +210,7 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
         raise _no_rule(func)
     dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
     with writes_counted():
-        result = _on_offsets(func, args, kwargs, dtype)
+        result = on_offsets(func, args, kwargs, dtype)
     if func._schema.is_mutable and func._schema.returns[0].alias_info is not None:
         return args[0]
 
@@ -222,19 +225,6 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
     return centered
 
 
-def _on_offsets(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> Any:
-    """Run ``func`` on offsets alone, with plain tensors promoted to the offsets' dtype."""
-    if func._schema.is_mutable:
-        return call(func, args, kwargs, lambda x: _exact(x, x.dtype))
-    return call(func, args, kwargs, lambda x: _exact(x, dtype))
-
-
-def _exact(x: Tensor, dtype: torch.dtype) -> Tensor:
-    if type(x) is BitCenteredTensor:
-        return x.offset
-    return x.to(dtype) if x.dtype.is_floating_point and x.dtype != dtype else x
-
-
 def _handler_of(rule: Callable) -> Handler:
     """Make a rule into a handler: it adds the offset, and rounds the delta."""
 
@@ -243,6 +233,8 @@ def _handler_of(rule: Callable) -> Handler:
         if not like.dtype.is_floating_point:
             return on_both_values(func, like, args, kwargs)
         dtype, delta_dtype = like.dtype, like.delta.dtype
+        if context.is_cached:
+            return run_with_cache(rule, RECIPES.get(func), func, like, args, kwargs)
 
         def operand(x: Tensor) -> Any:
             if x.dtype.is_floating_point or type(x) is BitCenteredTensor:
@@ -250,9 +242,9 @@ def _handler_of(rule: Callable) -> Handler:
             return x
 
         def offset() -> Any:
-            return _on_offsets(func, args, kwargs, dtype)
+            return on_offsets(func, args, kwargs, dtype)
 
-        result = None if _all_constant(args) else call(rule, args, kwargs, operand)
+        result = None if all_constant(args) else call(rule, args, kwargs, operand)
         if result is None:
             constants = offset()
             if isinstance(constants, tuple):
@@ -277,14 +269,6 @@ def _handler_of(rule: Callable) -> Handler:
         return wrapped
 
     return handler
-
-
-def _all_constant(args: Any) -> bool:
-    """Whether no bit-centered tensor among positional arguments has a delta to speak of."""
-    return all(
-        _all_constant(x) if type(x) is list else type(x) is not BitCenteredTensor or x.is_constant
-        for x in args
-    )
 
 
 def _constant(offset: Any, like: BitCenteredTensor) -> Any:
@@ -312,7 +296,7 @@ def _later(func: OpOverload, args: tuple, kwargs: dict, dtype: torch.dtype) -> C
     def offset_of(kept: Any) -> Any:
         if type(kept) is list:
             return [offset_of(value) for value in kept]
-        return _exact(kept.offset.tensor, dtype) if type(kept) is _Kept else kept
+        return exact_of(kept.offset.tensor, dtype) if type(kept) is _Kept else kept
 
     kept_args = replace_tensors(args, keep)
     kept_kwargs = dict(zip(kwargs, replace_tensors(kwargs.values(), keep), strict=True))
@@ -413,22 +397,37 @@ def assign(target: BitCenteredTensor, source: Tensor) -> None:
     """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
     target.context.settle()
     with writes_counted():
-        _assign(target, source)
+        _assign_offset(target, source)
+        _assign_delta(target, source)
 
 
-def _assign(target: BitCenteredTensor, source: Tensor) -> None:
-    if type(source) is BitCenteredTensor:
-        target.offset.copy_(source.offset)
-        if not (source.is_constant and target.is_constant):
-            target.delta.copy_(source.delta)
-        target.decision = source.decision
+def _assign_offset(target: BitCenteredTensor, source: Tensor) -> None:
+    centered = source if isinstance(source, BitCenteredTensor) else None
+    if not target.context.is_cached or _is_at_hand(target):
+        target.offset.copy_(source if centered is None else centered.offset)
         return
-    target.offset.copy_(source)
-    if not target.dtype.is_floating_point:
+    cache, root = target.context.cache, target._offset.root
+    assert cache is not None
+    if cache.recording:
+        target._offset.computed.copy_(source if centered is None else centered._offset.computed)
+    if centered is not None and root is target._offset and source.shape == target.shape:
+        root.written(centered._offset.key, centered._offset.frozen())
+    else:
+        root.written(hash(("written", target._offset.key, cache.key_of(source))), None)
+
+
+def _assign_delta(target: BitCenteredTensor, source: Tensor) -> None:
+    centered = source if isinstance(source, BitCenteredTensor) else None
+    target.decision = None if centered is None else centered.decision
+    if target._offset.is_recorded and 0 in target.delta.stride():
+        return  # a stand-in for zeros
+    if centered is not None:
+        if not (centered.is_constant and target.is_constant):
+            target.delta.copy_(centered.delta)
+    elif not target.dtype.is_floating_point:
         target.delta.copy_(source)
     elif not target.is_constant:
         target.delta.zero_()
-    target.decision = None
 
 
 BitCenteredTensor.dispatcher = staticmethod(dispatch)

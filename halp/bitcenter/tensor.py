@@ -62,13 +62,15 @@ class BitCenteredTensor(Tensor):
         if not isinstance(offset, Offset):
             dtype, layout = offset.dtype, offset
             offset = Offset(offset)
+        elif offset.is_recorded:  # its delta is a stand-in
+            layout = offset.computed
         self = Tensor._make_wrapper_subclass(
             cls,
             delta.shape,
             strides=layout.stride(),
             storage_offset=layout.storage_offset(),
             dtype=dtype,
-            device=delta.device,
+            device=layout.device,
         )
         self._offset = offset
         self.delta = delta
@@ -110,7 +112,7 @@ class BitCenteredTensor(Tensor):
     @property
     def low_offset(self) -> Tensor:
         """The offset rounded to the low-precision format, stored in the delta's dtype."""
-        return self._offset.low(self.context.rounder, self.delta.dtype)
+        return self._offset.low(self.context, self.delta.dtype)
 
     @property
     def value(self) -> Tensor:

@@ -1,5 +1,6 @@
 """Evaluating a closure at another point without leaving a trace."""
 
+import importlib
 import random
 import sys
 from collections.abc import Iterable, Iterator
@@ -27,13 +28,51 @@ class RandomState:
     def restore(self) -> None:
         """Set every generator back."""
         torch.set_rng_state(self._torch)
-        if self._cuda is not None:
+        if self._cuda is not None and torch.cuda.is_available():
             torch.cuda.set_rng_state_all(self._cuda)
         random.setstate(self._python)
         if self._numpy is not None:
-            sys.modules["numpy.random"].set_state(self._numpy)
+            importlib.import_module("numpy.random").set_state(self._numpy)
         for generator, state in self._generators:
             generator.set_state(state)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return it as tensors and plain values, which ``torch.load(weights_only=True)`` reads."""
+        numpy = None
+        if self._numpy is not None:
+            name, words, *rest = self._numpy
+            numpy = [name, torch.tensor(words.tolist()), *rest]
+        return {
+            "torch": self._torch,
+            "cuda": self._cuda,
+            "python": self._python,
+            "numpy": numpy,
+            "generators": [state for _, state in self._generators],
+        }
+
+    @classmethod
+    def from_state_dict(
+        cls, state: dict[str, Any], generators: Iterable[torch.Generator] = ()
+    ) -> "RandomState":
+        """Return the state that ``state`` holds, of these generators in the same order.
+
+        Raises:
+            ValueError: there are more or fewer generators than there were.
+        """
+        self = cls(())
+        self._torch, self._cuda, self._python = state["torch"], state["cuda"], state["python"]
+        if state["numpy"] is not None:
+            name, words, *rest = state["numpy"]
+            self._numpy = (name, words.numpy(), *rest)
+        generators = list(generators)
+        if len(generators) != len(state["generators"]):
+            raise ValueError(
+                f"there are random states of {len(state['generators'])} generators of a loader, "
+                f"but this one has {len(generators)}: give it its own generator, or shuffle it, "
+                "only if it had been so before"
+            )
+        self._generators = list(zip(generators, state["generators"], strict=True))
+        return self
 
 
 @contextmanager

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from halp.bitcenter import value
 from halp.optim.base import Solver
 from halp.optim.loaders import (
     check_finite,
@@ -134,19 +135,20 @@ class SnapshotSolver(Solver):
                     continue
                 for p in parameters:
                     p.grad = None
-                with torch.enable_grad():
-                    loss = run_on_batch(closure, batch)
-                total += units
-                if loss is None:
-                    has_loss = False
-                else:
-                    loss_sum += units * (loss.item() if isinstance(loss, Tensor) else float(loss))
-                for i, p in enumerate(parameters):
-                    if p.grad is not None:
-                        gradient = self._gradient_at_snapshot(p)
-                        if sums[i] is None:
-                            sums[i] = torch.zeros_like(gradient, dtype=torch.float64)
-                        sums[i].add_(gradient, alpha=units)  # type: ignore[union-attr]
+                with self._at_batch(loader):
+                    with torch.enable_grad():
+                        loss = run_on_batch(closure, batch)
+                    total += units
+                    if loss is None:
+                        has_loss = False
+                    else:
+                        loss_sum += units * float(value(loss) if isinstance(loss, Tensor) else loss)
+                    for i, p in enumerate(parameters):
+                        if p.grad is not None:
+                            gradient = self._gradient_at_snapshot(p)
+                            if sums[i] is None:
+                                sums[i] = torch.zeros_like(gradient, dtype=torch.float64)
+                            sums[i].add_(gradient, alpha=units)  # type: ignore[union-attr]
         if total == 0:
             raise ValueError("snapshot() got an empty loader; it must yield every training batch")
         if all(s is None for s in sums):
@@ -187,6 +189,11 @@ class SnapshotSolver(Solver):
     @contextmanager
     def _at_snapshot(self) -> Iterator[None]:
         """Within the block, the closure sees the plain model at w̃."""
+        yield
+
+    @contextmanager
+    def _at_batch(self, loader: Iterable[Any]) -> Iterator[None]:
+        """Within the block, the closure runs on one batch of the loader."""
         yield
 
     def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:

@@ -1,5 +1,6 @@
 """Training loop, measurements, records and checkpoints of a run, and figures."""
 
+from halp.training.checkpointer import Checkpointer, Stopped
 from halp.training.checkpoints import Checkpoint, CheckpointError, CheckpointFolder
 from halp.training.figures import plot_convergence
 from halp.training.loop import train
@@ -10,21 +11,24 @@ from halp.training.metrics import (
     measure_test,
     measure_training,
 )
-from halp.training.records import EpochRecord, RecordError, RunFolder, read_metrics
+from halp.training.records import EpochRecord, RecordError, RunFolder, read_config, read_metrics
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointFolder",
+    "Checkpointer",
     "Criterion",
     "EpochRecord",
     "Measures",
     "RecordError",
     "RunFolder",
+    "Stopped",
     "measure",
     "measure_test",
     "measure_training",
     "plot_convergence",
+    "read_config",
     "read_metrics",
     "train",
 ]

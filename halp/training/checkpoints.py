@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import os
+import io
 import pickle
 import re
 import tempfile
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Container, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -17,6 +17,7 @@ import torch
 from torch import Tensor, nn
 
 from halp.optim.base import Solver
+from halp.training.durable import reason, remove_unfinished, write_whole
 
 VERSION = 1
 """Of what a file holds; a file with a higher one is refused."""
@@ -24,7 +25,7 @@ VERSION = 1
 KIND = "halp checkpoint"
 
 # What torch.load raises for a whole zip file that is not one of its own, or not of plain values.
-_LOADING_ERRORS = (
+LOADING_ERRORS = (
     pickle.UnpicklingError,
     RuntimeError,
     ValueError,
@@ -131,6 +132,7 @@ class CheckpointFolder:
     def __init__(self, folder: Path, name: str) -> None:
         self.folder = folder
         self.name = name
+        self._own: Container[int] = ()
 
     def path(self, epoch: int) -> Path:
         """File of an epoch."""
@@ -142,14 +144,21 @@ class CheckpointFolder:
         files = self.folder.iterdir() if self.folder.is_dir() else ()
         return sorted(int(match[1]) for f in files if (match := pattern.fullmatch(f.name)))
 
-    def prepare(self, epochs: Iterable[int]) -> None:
+    def prepare(self, epochs: Iterable[int], *, own: Container[int] = ()) -> None:
         """Make the folder, and make sure that checkpoints of these epochs can be written.
 
+        Args:
+            epochs: to be written.
+            own: epochs that this run may have written before it was resumed; their files are
+                written anew.
+
         Raises:
-            CheckpointError: one of them is there already, or the folder cannot be written.
+            CheckpointError: another one is there already, or the folder cannot be written.
         """
+        self._own = own
         for epoch in epochs:
             self._refuse_existing(epoch)
+            remove_unfinished(self.folder, self.path(epoch).name)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryFile(dir=self.folder):
@@ -167,19 +176,14 @@ class CheckpointFolder:
         """
         self._refuse_existing(epoch)
         content = {"kind": KIND, "version": VERSION, **_fields(checkpoint)}
-        unfinished = self.folder / f".{self.path(epoch).name}.{os.getpid()}"
+        file = io.BytesIO()
         try:
-            with unfinished.open("wb") as file:
-                torch.save(content, file)
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(unfinished, self.path(epoch))
+            torch.save(content, file)
+            write_whole(self.path(epoch), file.getbuffer())
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise CheckpointError(
-                f"{self.path(epoch)} cannot be written: {_reason(error)}"
+                f"{self.path(epoch)} cannot be written: {reason(error)}"
             ) from error
-        finally:
-            unfinished.unlink(missing_ok=True)
 
     def read(self, epoch: int) -> Checkpoint:
         """Read an epoch's file, without executing anything that it may ask for.
@@ -197,7 +201,7 @@ class CheckpointFolder:
         return _checkpoint(_content(path), path)
 
     def _refuse_existing(self, epoch: int) -> None:
-        if self.path(epoch).exists():
+        if epoch not in self._own and self.path(epoch).exists():
             raise CheckpointError(
                 f"{self.path(epoch)} exists already and is not overwritten: save into another "
                 "folder, or move the file away"
@@ -212,17 +216,13 @@ def _fields(checkpoint: Checkpoint) -> dict[str, Any]:
     return {name: getattr(checkpoint, name) for name in Checkpoint.__dataclass_fields__}
 
 
-def _reason(error: Exception) -> str:
-    return getattr(error, "strerror", None) or " ".join(str(error).split())
-
-
 def _content(path: Path) -> Any:
     """Load what a file holds; its checksums are compared, which torch.load does not do."""
     try:
         with path.open("rb") as file:
             start = file.read(2)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {_reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
     if start not in (b"PK", b""):
         raise CheckpointError(_foreign(path))
     try:
@@ -234,7 +234,7 @@ def _content(path: Path) -> Any:
         raise CheckpointError(f"{path} is cut short or damaged: use a checkpoint of another epoch")
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except _LOADING_ERRORS as error:
+    except LOADING_ERRORS as error:
         raise CheckpointError(_foreign(path)) from error
 
 

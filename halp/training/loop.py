@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator
 from functools import partial
 
-import torch
 from torch import Tensor, nn
 
 from halp.data import Batches, units
 from halp.optim.base import Solver
+from halp.training.checkpointer import Checkpointer
 from halp.training.metrics import Criterion, Measures
 from halp.training.records import EpochRecord
 
@@ -26,6 +25,7 @@ def train(
     measure_every: int = 1,
     after_step: Callable[[], object] | None = None,
     after_epoch: Callable[[int], object] | None = None,
+    checkpointer: Checkpointer | None = None,
 ) -> Iterator[EpochRecord]:
     """Train, yielding what was measured before training and after epochs.
 
@@ -41,11 +41,17 @@ def train(
         after_step: called after each inner step, for a progress bar.
         after_epoch: called with the number of each epoch once it is over and before it is measured,
             for checkpoints and learning rates.
+        checkpointer: of this model, optimizer and batches; makes checkpoints, and what it has
+            restored is gone on from, without a record of epoch 0.
 
     Yields:
         One record for each measured epoch; training goes on when the next one is asked for.
         ``seconds`` is the training time of that one epoch, snapshots included.
+
+    Raises:
+        Stopped: ``checkpointer.stop()`` was called.
     """
+    checkpointer = checkpointer or Checkpointer(None, model, optimizer, batches)
 
     def loss_of(inputs: Tensor, labels: Tensor) -> Tensor:
         optimizer.zero_grad()
@@ -53,25 +59,18 @@ def train(
         loss.backward()
         return loss
 
-    yield EpochRecord.of(epoch=0, measures=measure(), seconds=0.0)
-    for epoch in range(1, epochs + 1):
-        started = _now(batches)
+    if not checkpointer.resumed:
+        yield EpochRecord.of(epoch=0, measures=measure(), seconds=0.0)
+    for epoch in checkpointer.epochs(epochs):
         model.train()
-        for inputs, labels in batches:
+        for inputs, labels in checkpointer.batches():
             if optimizer.snapshot_due:
                 optimizer.snapshot(batches, loss_of, weight=lambda batch: units(batch[1]))
             optimizer.step(partial(loss_of, inputs, labels))
             if after_step is not None:
                 after_step()
-        seconds = _now(batches) - started
+        done = epoch + 1
         if after_epoch is not None:
-            after_epoch(epoch)
-        if epoch % measure_every == 0 or epoch == epochs:
-            yield EpochRecord.of(epoch=epoch, measures=measure(), seconds=seconds)
-
-
-def _now(batches: Batches) -> float:
-    """Seconds on a clock, once a device that works asynchronously has finished."""
-    if batches.inputs.is_cuda:
-        torch.cuda.synchronize(batches.inputs.device)
-    return time.perf_counter()
+            after_epoch(done)
+        if done % measure_every == 0 or done == epochs:
+            yield EpochRecord.of(epoch=done, measures=measure(), seconds=checkpointer.seconds)

@@ -13,6 +13,8 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from halp.bitcenter import BitCenteredTensor, dispatch
+from halp.bitcenter.cache import KeptOffset
+from halp.bitcenter.offsets import SIGNED
 
 aten = torch.ops.aten
 
@@ -20,10 +22,11 @@ aten = torch.ops.aten
 class Decision(NamedTuple):
     """What one ReLU or max-pool saw, and what offset and full value decided.
 
-    ``before`` and ``after`` are masks of a ReLU, and flat indices of a max-pool's winners.
+    The offset is None where a cache does not keep it. ``before`` and ``after`` are masks of a
+    ReLU, and flat indices of a max-pool's winners.
     """
 
-    offset: Tensor
+    offset: Tensor | None
     delta: Tensor
     before: Tensor
     after: Tensor
@@ -39,7 +42,8 @@ def recorded() -> Iterator[list[Decision]]:
     decisions: list[Decision] = []
 
     def relu(x: BitCenteredTensor, result: BitCenteredTensor) -> tuple[Tensor, Tensor]:
-        return x.offset > 0, result.decision.clone()
+        positive = x._offset.read(SIGNED, x.context, x.delta.dtype) > 0
+        return positive, result.decision.clone()
 
     def pool(x: BitCenteredTensor, result: tuple) -> tuple[Tensor, Tensor]:
         return result[1].offset.clone(), result[1].delta.clone()
@@ -49,7 +53,8 @@ def recorded() -> Iterator[list[Decision]]:
     for op, decided in watched.items():
 
         def handler(func: Any, x: Any, args: tuple, kwargs: dict, decided=decided) -> Any:
-            seen = x.offset.clone(), x.delta.clone()
+            is_kept = isinstance(x._offset, KeptOffset)  # then the offset itself is not there
+            seen = None if is_kept else x.offset.clone(), x.delta.clone()
             result = originals[func](func, x, args, kwargs)
             decisions.append(Decision(*seen, *decided(x, result)))
             return result
@@ -70,7 +75,8 @@ def moved_gradients() -> Iterator[list[Tensor]]:
 
     def handler(func: Any, like: Any, args: tuple, kwargs: dict) -> Any:
         gradient, *_, winner = args
-        moved.append(gradient.offset[winner.offset != winner.delta].double())
+        low = gradient.low_offset
+        moved.append(low[winner.offset != winner.delta].double())
         return original(func, like, args, kwargs)
 
     dispatch.HANDLERS[op] = handler

@@ -14,6 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import halp
+from tests.bitcenter.cached import record
 from tests.bitcenter.replay import (
     Decision,
     Replay,
@@ -72,15 +73,23 @@ def center(case: Case, size: float, seed: int, dtype=torch.float32, **precision)
     model = case.model(seed, dtype)
     twin = copy.deepcopy(model).double()
     halp.bit_center(model, **precision)
+    (batch,) = case.batches(seed=seed, dtype=dtype)
     context = next(model.parameters()).context
+    if context.cache is not None:
+        torch.manual_seed(seed)
+        record(model, [batch], lambda x, y: differentiate(case.loss_of(model, x, y)))
     generator = torch.Generator().manual_seed(seed)
     for p in model.parameters():
         z = size * torch.randn(p.shape, generator=generator, dtype=dtype)
         if context.precision.rounding != "void":
             z = halp.quantize(z, context.precision.format, scale="auto")
         p.delta.copy_(z)
-    (batch,) = case.batches(seed=seed, dtype=dtype)
     return Centered(model, twin, batch)
+
+
+def differentiate(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss
 
 
 def run(case: Case, centered: Centered, seed: int = 0) -> None:
@@ -118,26 +127,31 @@ def delta_error(case: Case, centered: Centered, seed: int = 0) -> float:
     return max(map(relative_error, centered.deltas, true))
 
 
+OFFSETS = pytest.mark.parametrize("offsets", ["on-site", "cached"])
+
+
 # Row 3: smooth models.
 
 
+@OFFSETS
 @pytest.mark.parametrize("size", SIZES)
 @by_name([*SMOOTH, TAGGER, *VARIATIONS])
-def test_delta_gradient_error_does_not_grow_as_delta_shrinks(case, size):
-    for seed in SEEDS:
-        centered = center(case, size, seed, format="fp16")
+def test_delta_gradient_error_does_not_grow_as_delta_shrinks(case, size, offsets):
+    for seed in SEEDS if offsets == "on-site" or case in (LOGISTIC[0], TAGGER) else [0]:
+        centered = center(case, size, seed, format="fp16", offsets=offsets)
         run(case, centered)
         error = delta_error(case, centered)
         assert error <= 2e-3
         assert error >= 1e-5, "nothing was rounded"
 
 
+@OFFSETS
 @pytest.mark.parametrize("rounding", ["near", "stoc"])
 @pytest.mark.parametrize("format", ["fp16", "bf16", "fp8_e4m3"])
 @pytest.mark.parametrize("size", [1e-2, 1e-5, 1e-8])
-def test_delta_gradient_error_is_the_unit_roundoff_of_the_format(format, rounding, size):
+def test_delta_gradient_error_is_the_unit_roundoff_of_the_format(format, rounding, size, offsets):
     for case in LOGISTIC:
-        centered = center(case, size, 0, format=format, rounding=rounding)
+        centered = center(case, size, 0, format=format, rounding=rounding, offsets=offsets)
         run(case, centered)
         roundoffs = delta_error(case, centered) / halp.formats.get(format).unit_roundoff
         assert 0.2 < roundoffs < 4
@@ -187,6 +201,19 @@ def test_without_rounding_offset_plus_delta_is_the_gradient_at_the_full_value(ca
     for p, at_offset, at_value in zip(centered.model.parameters(), before, after, strict=True):
         assert relative_error(p.grad.offset, at_offset) <= 1e-12
         assert relative_error(p.grad.offset + p.grad.delta, at_value) <= 1e-12
+
+
+@pytest.mark.parametrize("size", [1e-1, 1e-4, 1e-8])
+@by_name(CASES)
+def test_without_rounding_cached_offsets_give_the_delta_gradient_of_those_on_site(case, size):
+    centered, on_site = (
+        center(case, size, 0, torch.float64, offsets=offsets, **EXACT)
+        for offsets in ("cached", "on-site")
+    )
+    for each in (centered, on_site):
+        run(case, each)
+    for cached, computed in zip(centered.deltas, on_site.deltas, strict=True):
+        assert relative_error(cached, computed) <= 1e-12
 
 
 def hessian_products(case: Case, centered: Centered) -> list[Tensor]:
@@ -255,12 +282,13 @@ def replay(case: Case, centered: Centered, decisions: list[Decision]) -> tuple[R
     return replayed[0], replayed[1]
 
 
+@OFFSETS
 @pytest.mark.parametrize("size", SIZES)
 @by_name([*RELU, BATCH_NORM_NET, RESNET])
-def test_delta_gradient_is_right_for_the_decisions_that_were_taken(case, size):
+def test_delta_gradient_is_right_for_the_decisions_that_were_taken(case, size, offsets):
     changed = 0
     for seed in SEEDS:
-        centered = center(case, size, seed, format="fp16")
+        centered = center(case, size, seed, format="fp16", offsets=offsets)
         decisions = run_recorded(case, centered)
         before, after = replay(case, centered, decisions)
         true = [b - a for a, b in zip(before.gradients, after.gradients, strict=True)]
@@ -270,15 +298,16 @@ def test_delta_gradient_is_right_for_the_decisions_that_were_taken(case, size):
     assert changed or size < 1e-4, "no decision changed between offset and full value"
 
 
+@OFFSETS
 @pytest.mark.parametrize("size", SIZES)
-def test_delta_gradient_is_right_for_the_winners_that_were_taken(size):
+def test_delta_gradient_is_right_for_the_winners_that_were_taken(size, offsets):
     """But for the roundoff of gradients that move to another winner.
 
     Where one arrives, it is rounded together with a delta that may be much smaller; in a sum over
     the image, the gradient of a bias, it cancels with where it came from, and its roundoff stays.
     """
     for seed in range(11):
-        centered = center(LENET, size, seed, format="fp16")
+        centered = center(LENET, size, seed, format="fp16", offsets=offsets)
         with moved_gradients() as moved:
             decisions = run_recorded(LENET, centered)
         before, after = replay(LENET, centered, decisions)
@@ -328,12 +357,13 @@ def assert_decided(decided: Decision, u: Tensor, e: Tensor) -> None:
         assert not ((decide(choice, x) != choice) & (margin > room)).any()
 
 
+@OFFSETS
 @pytest.mark.parametrize("size", SIZES)
 @by_name([LENET, BATCH_NORM_NET])
-def test_against_float64s_own_decisions_few_make_a_difference(case, size):
+def test_against_float64s_own_decisions_few_make_a_difference(case, size, offsets):
     errors = []
     for seed in range(11):
-        centered = center(case, size, seed, format="fp16")
+        centered = center(case, size, seed, format="fp16", offsets=offsets)
         run(case, centered)
         errors.append(delta_error(case, centered))
     assert sorted(errors)[5] <= (3e-2 if size >= 1e-3 else 2e-3)

@@ -14,7 +14,7 @@ from torch import Tensor
 
 import halp
 from halp.bitcenter import BitCenteredTensor, dispatch
-from halp.bitcenter.dispatch import Operand
+from halp.bitcenter.operands import Operand
 from tests.bitcenter.number_grids import GRIDS, Grid
 from tests.cases import (
     BATCH_NORM_NET,

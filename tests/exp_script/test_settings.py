@@ -219,3 +219,14 @@ def test_a_wrong_value_is_one_sentence_with_the_value_and_what_is_accepted(argum
     message = refusal(argument)
     assert reason in message
     assert argument.split("=")[0] in message
+
+
+def test_checkpoints_come_with_an_output_folder_once_an_epoch_unless_said_otherwise():
+    assert parse([]).checkpoint_every is None
+    assert parse(["--output=out"]).checkpoint_every == "1e"
+    for interval in ("1", "500", "2e"):
+        flags = ["--output=out", f"--checkpoint-every={interval}"]
+        assert parse(flags).checkpoint_every == interval
+    for interval in ("0", "-1", "e", "1.5", "2 epochs", "0e"):
+        refused = refusal("--output=out", f"--checkpoint-every={interval}")
+        assert "it must be a number of steps, as in 500, or of epochs, as in 2e" in refused

@@ -8,7 +8,10 @@ import numpy
 import torch
 from torch import Tensor
 
-from halp.bitcenter.dispatch import Decided, Operand, register_rule
+from halp.bitcenter.cache import Recipe, Recipes
+from halp.bitcenter.dispatch import register_recipe, register_rule
+from halp.bitcenter.offsets import EXACT, LOW, SIGNED
+from halp.bitcenter.operands import Decided, Operand
 
 aten = torch.ops.aten
 
@@ -72,6 +75,26 @@ def tanh(x: Operand) -> Tensor:
     return 2 * sigmoid_change(2 * x.offset, 2 * x.delta)
 
 
+@register_recipe(aten.sigmoid.default)
+def sigmoid_of_kept(x: Operand) -> Recipes:
+    """Of u: σ of what is kept."""
+    return _pointwise(torch.sigmoid, x)
+
+
+@register_recipe(aten.tanh.default)
+def tanh_of_kept(x: Operand) -> Recipes:
+    """Of u: tanh of what is kept."""
+    return _pointwise(torch.tanh, x)
+
+
+def _pointwise(f: Callable[[Tensor], Tensor], x: Operand) -> Recipes:
+    source = (x.source(LOW),)
+    return {
+        LOW: Recipe(source, lambda u: x.nearest(f(u))),
+        EXACT: Recipe(source, f),
+    }
+
+
 @register_rule(aten.sigmoid_backward.default)
 def sigmoid_backward(gradient: Operand, y: Operand) -> Tensor:
     """``δ(g·y(1−y)) = e_g·y(1−y) + u_g·y_d(1 − 2y_o − y_d)``, y = y_o + y_d, y_o unrounded."""
@@ -105,10 +128,16 @@ def _slope_of_result(
 @register_rule(aten.relu.default)
 def relu(x: Operand) -> Decided:
     """``max(e, −u)`` where u > 0, and ``relu(u + e)`` elsewhere: by the signs e, −u, u + e or 0."""
-    u, e = x.exact, x.delta
+    u, e = x.signed, x.delta
     full, positive = u + e, u > 0
     delta = kept(torch.maximum(e, -u), positive) + kept(torch.relu(full), ~positive)
     return Decided(delta, ~(full <= 0))
+
+
+@register_recipe(aten.relu.default)
+def relu_of_kept(x: Operand) -> Recipes:
+    """The positive part of what is kept of u."""
+    return {form: Recipe((x.source(form),), torch.relu) for form in (LOW, SIGNED)}
 
 
 @register_rule(aten.leaky_relu.default)
@@ -122,27 +151,41 @@ def leaky_relu_backward(
     gradient: Operand, x: Operand, slope: float, self_is_result: bool
 ) -> Tensor:
     """``g·(slope + (1 − slope)·[x > 0])``."""
-    after = x.exact > 0 if x.delta is None else x.exact + x.delta > 0
-    return _times_indicator(gradient, x.exact > 0, after, outside=slope)
+    u = x.signed
+    after = u > 0 if x.delta is None else u + x.delta > 0
+    return _times_indicator(gradient, u > 0, after, outside=slope)
 
 
 @register_rule(aten.hardtanh_backward.default)
 def hardtanh_backward(gradient: Operand, x: Operand, low: float, high: float) -> Tensor:
     """``g`` inside the bounds, 0 outside."""
-    before = (x.exact > low) & (x.exact < high)
-    full = x.exact if x.delta is None else x.exact + x.delta
-    return _times_indicator(gradient, before, (full > low) & (full < high))
+    above = x.keep(("above", low), lambda u: u - low, form=SIGNED)
+    below = x.keep(("below", high), lambda u: high - u, form=SIGNED)
+    before = (above > 0) & (below > 0)
+    if x.delta is None:
+        return _times_indicator(gradient, before, before)
+    return _times_indicator(gradient, before, (above + x.delta > 0) & (below - x.delta > 0))
 
 
 @register_rule(aten.threshold_backward.default)
 def threshold_backward(gradient: Operand, result: Operand, threshold: float) -> Tensor:
     """``g`` where the activation let values through, decided as its forward pass decided."""
-    before, after = ~(result.exact <= threshold), result.decision
+    y = result.signed if threshold == 0 else result.exact
+    before, after = ~(y <= threshold), result.decision
     if result.delta is None:
         after = before
     elif after is None:
-        after = ~(result.exact + result.delta <= threshold)
+        after = ~(y + result.delta <= threshold)
     return _times_indicator(gradient, before, after)
+
+
+@register_recipe(aten.threshold_backward.default)
+def threshold_backward_of_kept(gradient: Operand, result: Operand, threshold: float) -> Recipes:
+    """The gradient, masked as the offset is."""
+    if threshold != 0 or not (gradient.is_kept and result.is_kept):
+        return {}
+    sources = gradient.source(LOW), result.source(SIGNED)
+    return {LOW: Recipe(sources, lambda g, y: kept(g, ~(y <= 0)))}
 
 
 def _times_indicator(

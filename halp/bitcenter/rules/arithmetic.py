@@ -5,7 +5,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halp.bitcenter.dispatch import Operand, on_both_values, register_handler, register_rule
+from halp.bitcenter.dispatch import on_both_values, register_handler, register_rule
+from halp.bitcenter.offsets import SIGNED
+from halp.bitcenter.operands import Operand
 from halp.bitcenter.rules.linear import bilinear
 
 aten = torch.ops.aten
@@ -108,7 +110,7 @@ def log1p(x: Operand) -> Tensor:
 @register_rule(aten.abs.default)
 def absolute(x: Operand) -> Tensor:
     """``δ|x| = sgn(u)·e`` while the sign stays; past it, the difference of the magnitudes."""
-    u, e = x.exact, x.delta
+    u, e = x.signed, x.delta
     full = u + e
     stays = (u >= 0) == (full >= 0)
     return torch.where(stays, torch.where(u >= 0, e, -e), full.abs() - u.abs())
@@ -117,39 +119,37 @@ def absolute(x: Operand) -> Tensor:
 @register_rule(aten.where.self, aten.where.ScalarSelf, aten.where.ScalarOther, aten.where.Scalar)
 def where(condition: Any, x: Any, y: Any) -> Tensor:
     """The chosen delta, and how the chosen offset jumps where the full value decides otherwise."""
-    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
+    e_x, e_y = delta_or_zero(x), delta_or_zero(y)
     if type(condition) is Tensor:
         return torch.where(condition, e_x, e_y)
+    u_x, u_y = (z.exact if isinstance(z, Operand) else z for z in (x, y))
     old, new = condition.before, condition.after
     jump = torch.where(new, u_x, u_y) - torch.where(old, u_x, u_y)
     return torch.where(new, e_x, e_y) + jump
 
 
-def exact_and_delta(x: Any) -> tuple[Any, Any]:
-    """Return u, unrounded, and e of an operand or a number: e is 0.0 for a constant."""
-    if not isinstance(x, Operand):
-        return x, 0.0
-    return x.exact, 0.0 if x.delta is None else x.delta
+def delta_or_zero(x: Any) -> Any:
+    """Return e of an operand or a number: 0.0 for a constant."""
+    return 0.0 if not isinstance(x, Operand) or x.delta is None else x.delta
 
 
 @register_rule(aten.maximum.default)
 def maximum(x: Operand, y: Operand) -> Tensor:
-    """With the gap g = u_x − u_y, from the winner of the offsets: see :func:`larger_change`."""
-    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
-    return larger_change(u_x, e_x, u_y, e_y)
+    """See :func:`larger_change`."""
+    gap = x.keep("gap", torch.sub, y, form=SIGNED)
+    return larger_change(gap, delta_or_zero(x), delta_or_zero(y))
 
 
 @register_rule(aten.minimum.default)
 def minimum(x: Operand, y: Operand) -> Tensor:
     """``min(x, y) = −max(−x, −y)``."""
-    (u_x, e_x), (u_y, e_y) = exact_and_delta(x), exact_and_delta(y)
-    return -larger_change(-u_x, -e_x, -u_y, -e_y)
+    gap = x.keep("gap below", lambda x, y: y - x, y, form=SIGNED)
+    return -larger_change(gap, -delta_or_zero(x), -delta_or_zero(y))
 
 
-def larger_change(u_x: Any, e_x: Any, u_y: Any, e_y: Any) -> Tensor:
-    """``δ max(x, y) = max(e_x, e_y − g)`` if g = u_x − u_y ≥ 0, else ``max(e_y, e_x + g)``."""
-    gap = u_x - u_y
-    first_leads = gap >= 0
+def larger_change(gap: Tensor, e_x: Any, e_y: Any) -> Tensor:
+    """``δ max(x, y) = max(e_x, e_y − g)`` if g = u_x − u_y > 0, else ``max(e_y, e_x + g)``."""
+    first_leads = gap > 0
     own = torch.where(first_leads, e_x, e_y)
     other = torch.where(first_leads, e_y, e_x) - gap.abs()
     return torch.maximum(own, other.to(own.dtype))
@@ -158,11 +158,14 @@ def larger_change(u_x: Any, e_x: Any, u_y: Any, e_y: Any) -> Tensor:
 @register_rule(aten.clamp.default)
 def clamp(x: Operand, low: float | None = None, high: float | None = None) -> Tensor:
     """``min(max(x, low), high)``, changed by one bound after the other."""
-    u, e = x.exact, x.delta
+    e = x.delta
     if low is not None:
-        u, e = u.clamp(min=low), larger_change(u, e, low, 0.0)
+        above = x.keep(("above", low), lambda u: u - low, form=SIGNED)
+        e = larger_change(above, e, 0.0)
     if high is not None:
-        e = -larger_change(-u, -e, -high, 0.0)
+        least = -torch.inf if low is None else low
+        below = x.keep(("below", low, high), lambda u: high - u.clamp(min=least), form=SIGNED)
+        e = -larger_change(below, -e, 0.0)
     return e
 
 

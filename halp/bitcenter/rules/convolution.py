@@ -5,7 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halp.bitcenter.dispatch import Operand, register_rule
+from halp.bitcenter.dispatch import register_rule
+from halp.bitcenter.operands import Operand
 from halp.bitcenter.rules.linear import bilinear
 
 aten = torch.ops.aten

@@ -8,7 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from halp.bitcenter.dispatch import Operand, register_rule
+from halp.bitcenter.cache import Recipe, Recipes
+from halp.bitcenter.dispatch import register_recipe, register_rule
+from halp.bitcenter.offsets import LOW
+from halp.bitcenter.operands import Operand
 
 aten = torch.ops.aten
 
@@ -131,6 +134,42 @@ def scatter_value(x: Operand, dim: int, index: Any, value: float) -> Tensor:
     jump = u.scatter(dim, index.after, value) - u.scatter(dim, index.before, value)
     return delta_of(x).scatter(dim, index.after, 0) + jump
 
+
+def moved_of_kept(op: Callable, *args: Any) -> Recipes:
+    """Elements that only move are found by moving what is kept of where they come from."""
+    operands = [x for x in _flat(args) if isinstance(x, Operand)]
+    if not operands or any(x.decides or not x.is_kept for x in operands):
+        return {}
+
+    def moved(*parts: Tensor) -> Tensor:
+        remaining = iter(parts)
+        return operands[0].nearest(op(*replace_operands(args, lambda _: next(remaining), after)))
+
+    return {LOW: Recipe(tuple(x.source(LOW) for x in operands), moved)}
+
+
+@register_recipe(aten.constant_pad_nd.default)
+def padded_of_kept(x: Operand, widths: list[int], value: float = 0) -> Recipes:
+    """See :func:`moved_of_kept`."""
+    if value != 0:
+        return {}
+    return moved_of_kept(aten.constant_pad_nd.default, x, widths)
+
+
+for _op in (
+    aten.cat.default,
+    aten.stack.default,
+    aten.embedding.default,
+    aten.flip.default,
+    aten.roll.default,
+    aten.repeat.default,
+    aten.gather.default,
+    aten.index_select.default,
+    aten.select_backward.default,
+    aten.slice_backward.default,
+    aten.diagonal_backward.default,
+):
+    register_recipe(_op)(partial(moved_of_kept, _op))
 
 for _op in (
     aten.neg.default,

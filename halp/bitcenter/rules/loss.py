@@ -1,11 +1,15 @@
 """Softmax and the losses: one kernel each."""
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from halp.bitcenter.dispatch import Operand, register_rule
+from halp.bitcenter.cache import Recipe, Recipes
+from halp.bitcenter.dispatch import register_recipe, register_rule
+from halp.bitcenter.offsets import EXACT, LOG_PROBABILITY, LOW
+from halp.bitcenter.operands import Operand
 
 aten = torch.ops.aten
 
@@ -20,7 +24,7 @@ def log_softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
     confident model cancel. Where the sum is not small, ``log Σ p_k·exp(e′_k)`` does not cancel; it
     is taken relative to class r.
     """
-    log_probability = torch.log_softmax(x.exact, dim)
+    log_probability = x.keep(*_log_probability(dim), form=LOG_PROBABILITY)
     full = log_probability + x.delta
     top, likeliest = full.max(dim, keepdim=True)
     shifted = x.delta - x.delta.gather(dim, likeliest)
@@ -33,7 +37,32 @@ def log_softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
 @register_rule(aten._softmax.default)
 def softmax(x: Operand, dim: int, half_to_float: bool) -> Tensor:
     """``p_j·expm1(δ log p_j)``."""
-    return _exp_change(torch.log_softmax(x.exact, dim), log_softmax(x, dim, half_to_float))
+    log_probability = x.keep(*_log_probability(dim), form=LOG_PROBABILITY)
+    return _exp_change(log_probability, log_softmax(x, dim, half_to_float))
+
+
+def _log_probability(dim: int) -> tuple[Any, Callable[[Tensor], Tensor]]:
+    return ("log-probability", dim), lambda u: torch.log_softmax(u, dim)
+
+
+@register_recipe(aten._log_softmax.default)
+def log_softmax_of_kept(x: Operand, dim: int, half_to_float: bool) -> Recipes:
+    """Of the offset: the logarithms of the probabilities that are kept."""
+    return _from_probabilities(x, dim, lambda log_p: log_p)
+
+
+@register_recipe(aten._softmax.default)
+def softmax_of_kept(x: Operand, dim: int, half_to_float: bool) -> Recipes:
+    """Of the offset: the probabilities that are kept."""
+    return _from_probabilities(x, dim, torch.exp)
+
+
+def _from_probabilities(x: Operand, dim: int, compute: Callable[[Tensor], Tensor]) -> Recipes:
+    (source,) = x.sources(*_log_probability(dim), form=LOG_PROBABILITY)
+    return {
+        LOW: Recipe((source,), lambda log_p: x.nearest(compute(log_p))),
+        EXACT: Recipe((source,), compute),
+    }
 
 
 def _exp_change(u: Tensor, e: Tensor) -> Tensor:
@@ -94,7 +123,7 @@ def nll_loss_backward(
     """Linear in the gradient; of the log-probabilities only the shape is read."""
     if gradient.delta is None:
         return None
-    shape_only = torch.empty_like(x.exact, dtype=gradient.delta.dtype)
+    shape_only = gradient.delta.new_empty(x.shape)
     backward = aten.nll_loss_backward.default
     if len(x.shape) > 2:
         backward = aten.nll_loss2d_backward.default
@@ -109,7 +138,7 @@ def nll_loss_backward(
 def mse_loss(x: Operand, target: Operand, reduction: int = _MEAN) -> Tensor:
     """With the residual r = x − y: ``δ(r²) = e_r·(2u_r + e_r)``, r unrounded lest it cancel."""
     e = _residual_delta(x, target)
-    squares = e * (2 * (x.exact - target.exact) + e)
+    squares = e * (2 * x.keep("residual", torch.sub, target) + e)
     return _reduced(squares, reduction)
 
 
@@ -120,7 +149,7 @@ def mse_loss_backward(gradient: Operand, x: Operand, target: Operand, reduction:
     factor = 2 / e.numel() if reduction == _MEAN else 2
     delta = e * _full(gradient)
     if gradient.delta is not None:
-        delta = delta + (x.exact - target.exact) * gradient.delta
+        delta = delta + x.keep("residual", torch.sub, target) * gradient.delta
     return factor * delta
 
 
@@ -144,7 +173,8 @@ def binary_cross_entropy_with_logits(
     """
     if target.delta is not None:
         raise NotImplementedError("the target of a bit-centered binary cross-entropy is a constant")
-    change = torch.log1p(torch.sigmoid(-x.exact) * torch.expm1(-x.delta))
+    miss = x.keep("σ(−u)", lambda u: torch.sigmoid(-u))
+    change = torch.log1p(miss * torch.expm1(-x.delta))
     log_weight = 1 if pos_weight is None else 1 + (pos_weight.offset - 1) * target.offset
     delta = (1 - target.offset) * x.delta + log_weight * change
     if weight is not None:

@@ -11,7 +11,14 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from halp.bitcenter.dispatch import HANDLERS, Operand, register_handler, register_rule
+from halp.bitcenter.dispatch import (
+    HANDLERS,
+    register_handler,
+    register_key,
+    register_rule,
+)
+from halp.bitcenter.offsets import EXACT, LOW
+from halp.bitcenter.operands import Operand
 from halp.bitcenter.rules.linear import delta_of
 from halp.bitcenter.tensor import BitCenteredTensor
 
@@ -25,6 +32,7 @@ class Standardized(NamedTuple):
     delta_x: Tensor
     r: Tensor
     delta_r: Tensor | float
+    mean: Tensor | float
     delta_mean: Tensor | float
     dims: tuple[int, ...]
 
@@ -34,49 +42,81 @@ class Standardized(NamedTuple):
         return self.x + self.delta_x
 
 
+def of_the_offset(
+    x: Operand,
+    shape: tuple[int, ...],
+    dims: tuple[int, ...],
+    *,
+    eps: float = 0.0,
+    mean_and_r: Any = None,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Return x̂, m and r of the offset, see :func:`standardize`; cached offsets keep these."""
+
+    def compute(u: Tensor, *known: Tensor) -> tuple[Tensor, ...]:
+        u = u.reshape(shape)
+        if known:
+            each = [1 if i in dims else size for i, size in enumerate(shape)]
+            mean, r = (statistic.view(each) for statistic in known)
+        else:
+            mean = u.mean(dims, keepdim=True)
+            r = ((u - mean).square().mean(dims, keepdim=True) + eps).rsqrt()
+        return (u - mean) * r, mean, r
+
+    return x.keep(
+        ("standardized", shape, dims),
+        compute,
+        *(mean_and_r or ()),
+        forms=(LOW, EXACT, EXACT),
+        of=2 if mean_and_r is None else mean_and_r[1],  # r, a result of every forward operation
+    )
+
+
 def standardize(
     x: Operand,
     shape: tuple[int, ...],
     dims: tuple[int, ...],
-    mean_and_r: Any = None,
+    *,
     eps: float = 0.0,
+    mean_and_r: Any = None,
 ) -> Standardized:
     """Standardize x, viewed in a shape, over dimensions; the forward pass's m and r may be known.
 
     With d = u − m and c = e − mean(e): ``δv = mean(c·(2d + c))``, δr as of rsqrt, and
     ``δx̂ = c·(r + δr) + d·δr``. Where the delta takes most of the variance away, that cancels, and
-    with f = u + e, ``v = mean((f − mean f)²)`` and ``δx̂ = (f − mean f)·(r + δr) − d·r``.
+    with f = d + e, ``v = mean((f − mean f)²)`` and ``δx̂ = (f − mean f)·(r + δr) − d·r``.
     """
-    u, e = x.exact.reshape(shape), delta_of(x).reshape(shape)
-    if mean_and_r is None:
-        d = u - u.mean(dims, keepdim=True)
-        r = ((d * d).mean(dims, keepdim=True) + eps).rsqrt()
-    else:
-        kept = [1 if i in dims else size for i, size in enumerate(u.shape)]
-        mean, r = (saved.exact.view(kept) for saved in mean_and_r)
-        d = u - mean
-    d, r = d.to(e.dtype), r.to(e.dtype)
+    normal, mean, r = of_the_offset(x, shape, dims, eps=eps, mean_and_r=mean_and_r)
+    e = delta_of(x).reshape(shape)
+    normal, r = normal.to(e.dtype), r.to(e.dtype)
+    d = normal / r
+    u = x.exact.reshape(shape).to(e.dtype) if x.is_at_hand else d  # f may be off by a constant
     delta_mean = e.mean(dims, keepdim=True)
     c = e - delta_mean
     change = (c * (2 * d + c)).mean(dims, keepdim=True)
     shrinks = 2 * change < -(r**-2)
-    full = torch.addcmul(e, u.to(e.dtype), shrinks.to(e.dtype))  # f where it shrinks, e elsewhere
+    full = torch.addcmul(e, u, shrinks.to(e.dtype))  # f where it shrinks, e elsewhere
     full = full - full.mean(dims, keepdim=True)
     if mean_and_r is None:
         shrunk_r = ((full * full).mean(dims, keepdim=True) + eps).rsqrt()
     else:
-        shrunk_r = r + delta_of(mean_and_r[1]).view(kept)
+        shrunk_r = r + delta_of(mean_and_r[1]).view(r.shape)
     full_r = torch.where(shrinks, shrunk_r, (r**-2 + change).rsqrt())
     delta_r = torch.where(shrinks, full_r - r, -change * (r * full_r) ** 2 / (r + full_r))
     delta_x = full * full_r + d * torch.where(shrinks, -r, delta_r)
-    return Standardized(d * r, delta_x, r, delta_r, delta_mean, dims)
+    return Standardized(normal, delta_x, r, delta_r, mean, delta_mean, dims)
 
 
-def with_constants(x: Operand, mean: Tensor, variance: Tensor, eps: float) -> Standardized:
+def with_constants(x: Operand, mean: Operand, variance: Operand, eps: float) -> Standardized:
     """Standardize with statistics that are given: ``δx̂ = e·r``."""
-    e, r = delta_of(x), (variance + eps).rsqrt()
-    normal = ((x.exact - mean) * r).to(e.dtype)
-    return Standardized(normal, e * r.to(e.dtype), r.to(e.dtype), 0.0, 0.0, ())
+    e, across = delta_of(x), _second(x.shape)
+
+    def of_offset(u: Tensor, mean: Tensor, variance: Tensor) -> tuple[Tensor, Tensor]:
+        r = (variance.view(across) + eps).rsqrt()
+        return (u - mean.view(across)) * r, r
+
+    normal, r = x.keep(("with constants", eps), of_offset, mean, variance, forms=(LOW, EXACT))
+    normal, r = normal.to(e.dtype), r.to(e.dtype)
+    return Standardized(normal, e * r, r, 0.0, 0.0, 0.0, ())
 
 
 def affine(
@@ -126,7 +166,7 @@ def backward(
 
 def _gradient_of_x(h: Tensor, delta_h: Tensor, normal: Standardized) -> Tensor:
     """``δ(r·k) = δr·(k + δk) + r·δk`` with k = h − mean(h) − x̂·p."""
-    x, delta_x, r, delta_r, _, dims = normal
+    x, delta_x, r, delta_r, *_, dims = normal
     if not dims:
         return r * delta_h
     p = (h * x).mean(dims, keepdim=True)
@@ -161,8 +201,8 @@ def batch_norm(
     """See :func:`standardize`; in evaluation, with the running statistics."""
     across = _second(x.shape)
     if not training:
-        given = (running_mean.exact.view(across), running_variance.exact.view(across))
-        return affine(with_constants(x, *given, eps), weight, bias, x.shape, across), None, None
+        normal = with_constants(x, running_mean, running_variance, eps)
+        return affine(normal, weight, bias, x.shape, across), None, None
     normal = standardize(x, tuple(x.shape), _all_but_second(x.shape), eps=eps)
     return affine(normal, weight, bias, x.shape, across), *_changes(normal, (x.shape[1],))
 
@@ -191,12 +231,39 @@ def batch_norm_with_statistics(
         return _batch_norm_by_rule(op, like, given, kwargs)
     given = (x, weight, bias, None, None, True, momentum, eps)
     result = _batch_norm_by_rule(op, like, given, kwargs)
-    if running and running[0] is not None:
-        full = x.value if type(x) is BitCenteredTensor else x
-        variance, mean = torch.var_mean(full, _all_but_second(x.shape), correction=1)
-        for statistic, seen in zip(running, (mean, variance), strict=True):
+    cache = like.context.cache
+    recording = cache is not None and cache.recording
+    if running and running[0] is not None and not recording:
+        for statistic, seen in zip(running, _statistics(x, like, eps), strict=True):
             statistic.mul_(1 - momentum).add_(seen.to(statistic.dtype), alpha=momentum)
     return result
+
+
+def _statistics(x: Tensor, like: BitCenteredTensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return mean and unbiased variance of the full value, of each channel."""
+    dims = _all_but_second(x.shape)
+    if type(x) is not BitCenteredTensor:
+        variance, mean = torch.var_mean(x, dims, correction=1)
+        return mean, variance
+    operand = Operand(x, like.context, like.delta.dtype)
+    normal, mean, r = of_the_offset(operand, tuple(x.shape), dims, eps=eps)
+    from_mean = normal / r if operand.delta is None else normal / r + operand.delta
+    variance, shift = torch.var_mean(from_mean, dims, correction=1)
+    return mean.flatten() + shift, variance
+
+
+@register_key(aten.native_batch_norm.default)
+@register_key(aten._native_batch_norm_legit.default)
+def forward_without_running_statistics(args: tuple) -> tuple:
+    """In training, what a batch gives does not depend on the running statistics."""
+    x, weight, bias, *running, training, momentum, eps = args
+    return (x, weight, bias, training, eps) if training else args
+
+
+@register_key(aten.native_batch_norm_backward.default)
+def backward_without_running_statistics(args: tuple) -> tuple:
+    """Alike in the backward pass."""
+    return (*args[:3], *args[5:]) if args[7] else args
 
 
 @register_rule(aten.native_batch_norm_backward.default)
@@ -215,10 +282,9 @@ def batch_norm_backward(
     """See :func:`backward`."""
     across = _second(x.shape)
     if training:
-        normal = standardize(x, tuple(x.shape), _all_but_second(x.shape), (mean, r))
+        normal = standardize(x, tuple(x.shape), _all_but_second(x.shape), mean_and_r=(mean, r))
     else:
-        given = (running_mean.exact.view(across), running_variance.exact.view(across))
-        normal = with_constants(x, *given, eps)
+        normal = with_constants(x, running_mean, running_variance, eps)
     return backward(gradient, normal, weight, across, [x.shape[1]], wanted)
 
 
@@ -255,11 +321,17 @@ def layer_norm_backward(
     wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """See :func:`backward`."""
-    normal = standardize(x, tuple(x.shape), _last_dims(x.shape, normalized), (mean, r))
+    dims = _last_dims(x.shape, normalized)
+    normal = standardize(x, tuple(x.shape), dims, mean_and_r=(mean, r))
     return backward(gradient, normal, weight, _last(x.shape, normalized), normalized, wanted)
 
 
 # Group normalization: statistics of each sample over groups of channels.
+
+
+def _grouped(shape: torch.Size, groups: int) -> tuple[int, ...]:
+    samples = shape[0]
+    return samples, groups, shape.numel() // max(samples * groups, 1)
 
 
 @register_rule(aten.native_group_norm.default)
@@ -274,7 +346,7 @@ def group_norm(
     eps: float,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """See :func:`standardize`."""
-    normal = standardize(x, (samples, groups, -1), (2,), eps=eps)
+    normal = standardize(x, _grouped(x.shape, groups), (2,), eps=eps)
     delta = affine(normal, weight, bias, x.shape, _second(x.shape))
     return delta, *_changes(normal, (samples, groups))
 
@@ -293,5 +365,5 @@ def group_norm_backward(
     wanted: list[bool],
 ) -> tuple[Tensor | None, ...]:
     """See :func:`backward`."""
-    normal = standardize(x, (samples, groups, -1), (2,), (mean, r))
+    normal = standardize(x, _grouped(x.shape, groups), (2,), mean_and_r=(mean, r))
     return backward(gradient, normal, weight, _second(x.shape), [channels], wanted)

@@ -8,8 +8,10 @@ from torch._ops import OpOverload
 from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
+from halp.bitcenter.cache import KeptOffset, Recipe, Source
 from halp.bitcenter.dispatch import assign, register_handler
-from halp.bitcenter.offsets import Offset
+from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Offset
+from halp.bitcenter.replay import kept_constant
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
 from halp.calls import call
 from halp.random_bits import is_traced
@@ -47,13 +49,21 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
         result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
         return return_and_correct_aliasing(func, args, kwargs, result)
     base = x._offset
+    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.is_cached else 0
     with writes_counted():
-        delta = see(x.delta)
         if not base.is_computed:
-            offset = x.context.defer(lambda: see(base.tensor))
+            offset = x.context.defer(lambda: see(base.computed))
         else:
-            offset = Offset(see(base.tensor), view=(base, see))
+            offset = base.view(see, name)
+        delta = _delta_of_view(x, offset, see)
     return BitCenteredTensor(offset, delta, x.context, x.dtype)
+
+
+def _delta_of_view(x: BitCenteredTensor, offset: Offset, see: Any) -> Tensor:
+    """Return the view of a delta; while a cache records, it may be a stand-in of no memory."""
+    if offset.is_recorded and 0 in x.delta.stride():
+        return x.delta.new_zeros(()).expand(offset.computed.shape)
+    return see(x.delta)
 
 
 #: In-place views, and the views that they are.
@@ -102,21 +112,72 @@ def alias(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> 
 def views(
     func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
 ) -> list[BitCenteredTensor]:
-    """Several views at once."""
+    """Several views at once; those of unsafe splits are tensors of their own to whoever writes."""
+    how = args[1:]
+    split = _Split(lambda part: func(part, *how, **kwargs))
+    independent = "unsafe" in func._schema.name
+    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.is_cached else 0
+    base = x._offset
     with writes_counted():
-        offsets = func(x.offset, *args[1:], **kwargs)
-        deltas = func(x.delta, *args[1:], **kwargs)
-    parts = zip(offsets, deltas, strict=True)
-    return [BitCenteredTensor(offset, delta, x.context) for offset, delta in parts]
+        deltas = split(x.delta)
+        parts = [split.part(i) for i in range(len(deltas))]
+        if not independent:
+            if not base.is_computed:
+                base.computed  # noqa: B018  # views of what is deferred would miss writes
+            offsets = [base.view(see, hash((name, i))) for i, see in enumerate(parts)]
+        elif x.context.is_cached:
+            offsets = [_copy_of(x, see, i) for i, see in enumerate(parts)]
+        else:
+            offsets = [Offset(part) for part in split(base.computed)]
+    return [
+        BitCenteredTensor(offset, delta, x.context, x.dtype)
+        for offset, delta in zip(offsets, deltas, strict=True)
+    ]
+
+
+class _Split:
+    """Splits tensors into views, and remembers the last one."""
+
+    def __init__(self, split: Any) -> None:
+        self._split = split
+        self._last: tuple[Tensor, Any] | None = None
+
+    def __call__(self, x: Tensor) -> Any:
+        if self._last is None or self._last[0] is not x:
+            self._last = x, self._split(x)
+        return self._last[1]
+
+    def part(self, i: int) -> Any:
+        """Return what gives the view with a number."""
+        return lambda x: self(x)[i]
 
 
 @register_handler(aten.clone.default, aten.contiguous.default, aten.lift_fresh.default)
 def copy(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Copy both parts."""
-    offset, delta = func(x.offset, *args[1:], **kwargs), func(x.delta, *args[1:], **kwargs)
-    result = BitCenteredTensor(offset, delta, x.context)
+
+    def copied(part: Tensor) -> Tensor:
+        return func(part, *args[1:], **kwargs)
+
+    delta = copied(x.delta)
+    offset: Any = _copy_of(x, copied) if x.context.is_cached else copied(x.offset)
+    result = BitCenteredTensor(offset, delta, x.context, x.dtype)
     result.decision = x.decision
     return result
+
+
+def _copy_of(x: BitCenteredTensor, copied: Any, number: int = 0) -> Offset:
+    """Return an offset, a result of the operation, of which a cache keeps only the original."""
+    cache = x.context.cache
+    assert cache is not None
+    original = x._offset.frozen()
+    return KeptOffset(
+        x.context,
+        copied(x._offset.computed) if cache.recording else None,
+        key=cache.key_of_result(number),
+        delta_dtype=x.delta.dtype,
+        recipes={form: Recipe((Source(form, original),), copied) for form in (LOW, SIGNED, EXACT)},
+    )
 
 
 @register_handler(aten._to_copy.default)
@@ -194,9 +255,16 @@ def copy_into(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict)
 )
 def create(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Create a tensor like a bit-centered one: a new offset with a delta of zero."""
-    offset = func(x.offset, *args[1:], **kwargs)
-    if not offset.dtype.is_floating_point:
+    dtype = kwargs.get("dtype") or x.dtype
+    if not dtype.is_floating_point:
+        offset = func(x.delta, *args[1:], **{**kwargs, "dtype": dtype})
         return BitCenteredTensor(offset, offset.clone(), x.context)
+    cache = x.context.cache if x.context.is_cached else None
+    if cache is not None and not cache.recording:
+        return kept_constant(x, None)
+    offset = func(x._offset.computed, *args[1:], **kwargs)
+    if cache is not None:
+        return kept_constant(x, offset)
     delta_dtype = x.delta.dtype if x.dtype.is_floating_point else offset.dtype
     return BitCenteredTensor.constant(offset, x.context, delta_dtype)
 
@@ -206,13 +274,25 @@ def randomize(
     func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
 ) -> BitCenteredTensor:
     """Fill with random values, drawn once for both parts: they become the offset."""
-    assign(x, func(torch.empty_like(x.offset), *args[1:], **kwargs))
+    cache = x.context.cache
+    if not x.context.is_cached or x._offset.root.is_at_hand:
+        assign(x, func(torch.empty_like(x.offset), *args[1:], **kwargs))
+        return x
+    assert cache is not None
+    if cache.recording:
+        x._offset.computed.copy_(func(torch.empty_like(x._offset.computed), *args[1:], **kwargs))
+    x._offset.root.written(cache.draw(x._offset.key), None)
     return x
 
 
 @register_handler(aten.bernoulli.p)
 def bernoulli(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """The out-of-place form, which compiled code uses for dropout."""
+    if x.context.is_cached:
+        cache = x.context.cache
+        assert cache is not None
+        drawn = func(x._offset.computed, *args[1:], **kwargs) if cache.recording else None
+        return kept_constant(x, drawn, drawn=True)
     offset = func(x.offset, *args[1:], **kwargs)
     return BitCenteredTensor.constant(offset, x.context, x.delta.dtype)
 
