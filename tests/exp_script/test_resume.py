@@ -25,15 +25,16 @@ from tables import REPOSITORY, SOLVERS
 from tests.exp_script.processes import ended, start
 from tests.training.states import assert_same, files, newest
 
-SMALL = (  # six steps an epoch; checkpoints and snapshots fall into the middle of epochs and cycles
-    "--n-epochs=4 --limit-train=46 --batch-size=8 -T=4 --momentum=0.9 --reg=0.01 --shuffle "
+IN_ORDER = (  # six steps an epoch; checkpoints and snapshots fall amid epochs and cycles
+    "--n-epochs=4 --limit-train=46 --batch-size=8 -T=4 --momentum=0.9 --reg=0.01 "
     "--checkpoint-every=5"
 ).split()
+SMALL = [*IN_ORDER, "--shuffle"]
 LONG = (
     "--solver=bc-svrg --rounding=stoc --n-epochs=25 --limit-train=160 --batch-size=8 -T=15 "
     "--momentum=0.9 --shuffle --checkpoint-every=2"
 ).split()
-OFFSETS = {"on-site": ["--on-site-compute"]}
+OFFSETS = {"on-site": ["--on-site-compute", "--shuffle"], "cached": []}
 
 
 class Killed(BaseException):
@@ -95,7 +96,7 @@ def mistake(capsys, *argv: object) -> str:
 @pytest.mark.parametrize("rounding", ["near", "stoc"])
 @pytest.mark.parametrize("solver", SOLVERS)
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path, monkeypatch, solver, rounding, offsets):
-    argv = [*SMALL, f"--solver={solver}", f"--rounding={rounding}", *OFFSETS[offsets]]
+    argv = [*IN_ORDER, f"--solver={solver}", f"--rounding={rounding}", *OFFSETS[offsets]]
     whole = run(tmp_path / "whole", *argv)
     killed = interrupted(tmp_path / "killed", *argv, after=13, monkeypatch=monkeypatch)
     assert newest(killed / "checkpoints")["steps"] == 10
