@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from flags import HelpFormatter, Parser, UsageError
-from halp.training import EpochRecord, plot_convergence
+from halp.training import Diverged, EpochRecord, plot_convergence
 from interrupts import Interrupted
 from run_models import MISTAKES, run
 from settings import Settings, parse
@@ -41,6 +41,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except MISTAKES as mistake:
         print(f"compare_runs.py: error: {mistake}", file=sys.stderr)
         return 2
+    except Diverged as end:
+        print(f"compare_runs.py: a run has diverged: {end}", file=sys.stderr)
+        return 1
     except Interrupted as stop:
         print(f"compare_runs.py: {stop}", file=sys.stderr)
         return stop.exit_code

@@ -24,6 +24,7 @@ CHANGEABLE = (
     "checkpoint_every",
     "data_dir",
     "offset_cache_dir",
+    "on_overflow",
     "resnet_save_epochs",
 )
 """Settings that change no number; those of others would make it another run."""

@@ -33,9 +33,11 @@ from halp.training import (
     Checkpoint,
     CheckpointError,
     CheckpointFolder,
+    Diverged,
     EpochRecord,
     RecordError,
     RunFolder,
+    Watch,
     measure,
     train,
 )
@@ -61,6 +63,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("run_models.py: interrupted; what was measured so far is kept", file=sys.stderr)
         return 130
+    except Diverged as end:
+        print(f"run_models.py: the run has diverged: {end}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -80,6 +85,7 @@ def run(
         UsageError, DataError, RecordError, CheckpointError, NoRoomError: something that the person
             who asked can put right.
         Interrupted: by SIGINT or SIGTERM.
+        Diverged: there was NaN or infinity, and ``settings.on_overflow`` is "stop".
     """
     data = _load(settings)
     batches, measured, test = _batches(data, settings)
@@ -90,6 +96,7 @@ def run(
     optimizer = _solver(model, settings)
     if checkpoint is not None:
         checkpoint.load_momentum(model, optimizer)
+    watch = Watch(model, optimizer, on_overflow=settings.on_overflow, report=announce)
     scheduler = MultiStepLR(optimizer, list(settings.resnet_lr_drops), gamma=0.1)
     after_epoch = _after_epoch(model, optimizer, scheduler, data, settings)
     with _output(settings, data) as folder:
@@ -97,7 +104,14 @@ def run(
         for line in _notes(settings, checkpoint):
             announce(line)
         checkpointer = resume.checkpointer(
-            settings, folder, model, optimizer, batches, announce, scheduler=scheduler
+            settings,
+            folder,
+            model,
+            optimizer,
+            batches,
+            announce,
+            scheduler=scheduler,
+            watch=watch,
         )
         if folder is not None and settings.resume:
             going_on = resume.restore(checkpointer, folder, settings, data, _versions(), announce)
@@ -132,11 +146,8 @@ def run(
                 if folder is not None:
                     folder.write(record)
                 report(record)
-    saturated = getattr(optimizer, "saturated", 0)
-    if saturated:
-        announce(
-            f"fixed point: z went beyond its range {saturated} times; a smaller --mu widens it"
-        )
+    for line in watch.summary():
+        announce(line)
     return records
 
 

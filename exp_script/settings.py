@@ -67,6 +67,7 @@ class Settings:
     offset_cache_dir: str | None  # None: cached offsets are kept in memory
     cuda: bool
     measure_every: int
+    on_overflow: str  # "stop" or "warn"
     data_dir: str
     output: str | None
     checkpoint_every: str | None  # steps, as in "500", or epochs, as in "1e"; None without output
@@ -140,6 +141,7 @@ def parse(argv: Sequence[str] | None = None) -> Settings:
         offset_cache_dir=args.offset_cache_dir,
         cuda=args.cuda,
         measure_every=args.measure_every,
+        on_overflow=args.on_overflow,
         data_dir=str(args.data_dir or os.environ.get("HALP_DATA") or REPOSITORY / "datasets"),
         output=args.output,
         checkpoint_every=args.checkpoint_every or (CHECKPOINT_EVERY if args.output else None),
@@ -245,6 +247,13 @@ def make_parser() -> Parser:
     )
     files.add_argument(
         "--measure-every", type=count, default=1, metavar="N", help="measure every N epochs"
+    )
+
+    files.add_argument(
+        "--on-overflow",
+        choices=("stop", "warn"),
+        default="stop",
+        help="what to do when a loss, a gradient or a delta holds NaN or infinity",
     )
 
     _add_resnet_flags(parser)

@@ -1,5 +1,6 @@
 """What a low-precision computation rounds to, and the sequence of its roundings."""
 
+import math
 from dataclasses import dataclass, fields, replace
 
 import torch
@@ -81,6 +82,8 @@ class Rounder:
         self.precision = precision
         self.position = 0
         self.generation = 0
+        #: Whether NaN or infinity came by; None where nobody asks.
+        self.overflowed: bool | None = None
         #: How to round where nothing random is needed.
         self._fixed = precision.rounding not in ("stoc", "void")
         self._how = Rounding(precision.rounding, precision.overflow)
@@ -95,6 +98,8 @@ class Rounder:
 
         ``scale`` takes the place of the precision's own.
         """
+        if self.overflowed is False:
+            self.overflowed = _overflows(x)
         precision = self.precision if scale is None else replace(self.precision, scale=scale)
         if self._fixed:
             return round_to_format(x, precision.format, self._how, precision.scale)
@@ -109,6 +114,14 @@ class Rounder:
             key = stream_key(precision.seed, self.position)
             self.position += 1
         return precision.round(x, key)
+
+
+def _overflows(x: Tensor) -> bool:
+    """Whether there is NaN or infinity in ``x``."""
+    if x.numel() == 0 or is_traced(x):
+        return False
+    low, high = torch.aminmax(x)
+    return not (-math.inf < low.item() and high.item() < math.inf)
 
 
 class _Memory:

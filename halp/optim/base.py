@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -29,6 +30,8 @@ class Solver(Optimizer):
 
     #: Whether the solver moves deltas of bit-centered parameters.
     moves_deltas = False
+    #: What looks on, a `halp.training.Watch`; None costs nothing.
+    watch: Any = None
 
     def __init__(
         self,
@@ -94,9 +97,14 @@ class Solver(Optimizer):
         with torch.no_grad():
             updates = [(group, *self._gradients(group)) for group in self.param_groups]
             self._clip([v for _, _, gradients in updates for v in gradients])
+            if self.watch is not None:
+                moves = [m for _, ps, vs in updates for m in zip(ps, vs, strict=True)]
+                self.watch.evaluated(closure, loss, moves)
             for group, parameters, gradients in updates:
                 if parameters:
                     self._update(group, parameters, gradients)
+            if self.watch is not None:
+                self.watch.updated()
         return value(loss) if isinstance(loss, Tensor) else loss
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
@@ -164,7 +172,9 @@ class Solver(Optimizer):
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles keep: all but hooks and what a scheduler has wrapped."""
         return {
-            k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")
+            k: v
+            for k, v in vars(self).items()
+            if k not in ("step", "watch") and not k.startswith("_optimizer_")
         }
 
     def _solver_state(self) -> dict[str, Any]:
@@ -299,6 +309,17 @@ class LowPrecision(Solver):
     buffer and the iterate once each.
     """
 
+    #: What the update moves, for whoever counts.
+    iterate_name = "weights"
+
+    def _note(self, p: Tensor, what: str, before: Tensor, after: Tensor) -> None:
+        """Tell who looks on that something of a parameter has been rounded."""
+        if self.watch is not None:
+            precision = self._rounder(p).precision
+            if what == self.iterate_name and "scale" in self.state[p]:
+                precision = replace(precision, scale=self.state[p]["scale"])
+            self.watch.rounded(p, what, before, after, precision)
+
     def _iterate(self, p: Tensor) -> Tensor:
         """Return what the update moves: the parameter, or its delta."""
         return p
@@ -337,8 +358,11 @@ class LowPrecision(Solver):
                 if "momentum_buffer" in self.state[p]:
                     buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
                 self.state[p]["momentum_buffer"] = rounder(buffer)
+                self._note(p, "momentum", buffer, self.state[p]["momentum_buffer"])
                 direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-            iterate.copy_(self._stored_iterate(p, iterate.sub(direction, alpha=lr)))
+            wide = iterate.sub(direction, alpha=lr)
+            iterate.copy_(self._stored_iterate(p, wide))
+            self._note(p, self.iterate_name, wide, iterate)
 
 
 def _check_not_negative(name: str, number: float | Tensor) -> None:

@@ -22,6 +22,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     """What the bc-* solvers share: they move z, and w̃ in the outer step."""
 
     moves_deltas = True
+    iterate_name = "z"
 
     def __init__(self, *args: Any, **options: Any) -> None:
         #: Each parameter's w̃ and its version, as the snapshot left them.
@@ -357,7 +358,9 @@ class BitCenterSVRG(BitCenterSolver):
         gradient = self._decayed(p, gradient, self._group_of(p))
         if self.mu is not None:
             self._set_scale(p, gradient.norm().item() / self.mu)
-        return self._rounder(p)(gradient).to(p.delta.dtype)  # type: ignore[attr-defined]
+        stored = self._rounder(p)(gradient).to(p.delta.dtype)  # type: ignore[attr-defined]
+        self._note(p, "full gradient", gradient, stored)
+        return stored
 
     def _set_scale(self, p: Tensor, largest: float) -> None:
         """Give z the grid that ends at ``largest``; if that is zero, the last one stays."""

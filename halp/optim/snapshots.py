@@ -86,8 +86,12 @@ class SnapshotSolver(Solver):
         self._check_loader(loader)
         self._position = None  # until this is done, there is no snapshot
         with torch.no_grad():
+            if self.watch is not None:
+                self.watch.recentering()
             self._recenter()
         loss, gradients = self._full_gradient(loader, closure, weight)
+        if self.watch is not None:
+            self.watch.took_snapshot(loss, zip(self._parameters(), gradients, strict=True))
         with torch.no_grad():
             for p, gradient in zip(self._parameters(), gradients, strict=True):
                 if gradient is None:

@@ -83,4 +83,6 @@ class LPSVRG(Emulated, VarianceReduced):
         super()._recenter()
 
     def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
-        return self.rounder(gradient).to(p.dtype)
+        stored = self.rounder(gradient).to(p.dtype)
+        self._note(p, "full gradient", gradient, stored)
+        return stored

@@ -12,18 +12,22 @@ from halp.training.metrics import (
     measure_training,
 )
 from halp.training.records import EpochRecord, RecordError, RunFolder, read_config, read_metrics
+from halp.training.watch import Counts, Diverged, Watch
 
 __all__ = [
     "Checkpoint",
     "CheckpointError",
     "CheckpointFolder",
     "Checkpointer",
+    "Counts",
     "Criterion",
+    "Diverged",
     "EpochRecord",
     "Measures",
     "RecordError",
     "RunFolder",
     "Stopped",
+    "Watch",
     "measure",
     "measure_test",
     "measure_training",
