@@ -31,7 +31,7 @@ COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if l
 
 def test_there_are_commands_and_an_example():
     assert len(COMMANDS) >= 6
-    assert len(blocks("python")) == 2
+    assert len(blocks("python")) == 3
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -45,7 +45,7 @@ def test_every_command_works(command, tmp_path, request):
         case "pip", ["install", "-e", "."]:
             assert (REPOSITORY / "pyproject.toml").is_file()
         case "python", ["exp_script/run_models.py", *flags]:
-            if "--resnet-save-ckpt" in flags or "--resnet-load-ckpt" in flags:
+            if "-ckpt" in command or "outputs/long" in command:
                 return  # they belong together: see below
             if parse(flags).dataset == "mnist":
                 flags = [*flags, f"--data-dir={request.getfixturevalue('halp_data')}"]
@@ -63,6 +63,8 @@ def test_every_command_works(command, tmp_path, request):
             assert "fp8_e4m3" in done.stdout and not done.stderr
         case "python", ["exp_script/reproduce_paper.py", *_]:
             pass  # tests/exp_script/test_reproduce_paper.py runs it
+        case "python", ["benchmarks/faults.py"]:
+            pass  # tests/exp_script/test_resume.py does as much
         case "python", [benchmark] if benchmark.startswith("benchmarks/"):
             call = [sys.executable, benchmark, "--rounds=1"]
             done = subprocess.run(
@@ -94,12 +96,28 @@ def test_a_saved_resnet_starts_another_run(tmp_path, monkeypatch, capsys):
     assert float(losses[4]) == pytest.approx(float(losses[3]), rel=1e-3)
 
 
-def test_the_example_trains_a_model(tmp_path):
-    (example,) = (block for block in blocks("python") if "optimizer" in block)
-    done = subprocess.run(
-        [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr
+def test_a_run_goes_on(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    first, second = (shlex.split(c)[2:] for c in COMMANDS if "outputs/long" in c)
+    assert run_models.main([*first, *REDUCED]) == 0
+    assert run_models.main([*second, "--n-epochs=2"]) == 0
+    assert "goes on in epoch 2" in capsys.readouterr().out
+
+
+def test_the_examples_train_a_model(tmp_path):
+    """The second goes on where the first one ends."""
+    first, second = (block for block in blocks("python") if "optimizer" in block)
+    for example in (first, first.split("with halp.materialize")[0] + second):
+        done = subprocess.run(
+            [sys.executable, "-c", example], cwd=tmp_path, capture_output=True, text=True
+        )
+        assert done.returncode == 0, done.stderr
+        if example is first:
+            check_the_output(done)
+    assert list((tmp_path / "checkpoints").iterdir())
+
+
+def check_the_output(done):
     losses = [float(loss) for loss in re.findall(r"loss (\S+)", done.stdout)]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
@@ -127,6 +145,13 @@ def test_the_table_of_flags_is_that_of_the_parser():
 )
 def test_everything_that_can_be_chosen_is_in_the_readme(name):
     assert re.search(rf"`([^`]*[^`\w-])?{name}([^`\w-][^`]*)?`", README)
+
+
+@pytest.mark.parametrize("page", sorted((REPOSITORY / "docs").glob("*.md")), ids=lambda p: p.name)
+def test_examples_of_the_pages_run(page, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for example in re.findall(r"^```python\n(.*?)^```$", page.read_text(), re.M | re.S):
+        exec(compile(example, page.name, "exec"), {"__name__": "example"})
 
 
 def test_files_that_it_refers_to_exist():

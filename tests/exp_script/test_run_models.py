@@ -58,7 +58,7 @@ def test_every_solver_trains_and_writes_its_metrics(tmp_path, solver):
     assert 0 <= rows[2]["test_accuracy"] <= 1
 
 
-@pytest.mark.parametrize("solver", ["sgd", "lp-svrg", "bc-svrg"])
+@pytest.mark.parametrize("solver", ["sgd", "svrg", "bc-svrg"])
 @pytest.mark.parametrize("rounding", ["near", "stoc"])
 def test_the_same_command_gives_the_same_bits(tmp_path, solver, rounding):
     flags = [f"--solver={solver}", f"--rounding={rounding}", "--shuffle", "--seed=3"]
@@ -286,3 +286,23 @@ def test_an_interrupt_ends_a_run_in_a_sentence(monkeypatch, capsys):
     monkeypatch.setattr(run_models, "run", interrupted)
     assert run_models.main([]) == 130
     assert "interrupted" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("solver", ["sgd", "svrg", "bc-svrg"])
+def test_a_run_that_diverges_stops_in_a_sentence_and_keeps_what_was_measured(
+    solver, tmp_path, capsys
+):
+    flags = [f"--solver={solver}", "--alpha=1e38", "--n-epochs=3", "--limit-train=64"]
+    assert main([*flags, f"--output={tmp_path / 'run'}"]) == 1
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("run_models.py: the run has diverged: step ")
+    assert "try a lower learning rate than 1e+38" in line
+    assert len((tmp_path / "run" / "metrics.jsonl").read_text().splitlines()) == 1
+    assert main([*flags, "--on-overflow=warn"]) == 0
+
+
+def test_cached_offsets_that_do_not_fit_name_the_way_out(monkeypatch, capsys):
+    monkeypatch.setattr("halp.bitcenter.cache_files.available_memory", lambda: 1000)
+    assert main(["--n-epochs=1", "--limit-train=64"]) == 2
+    assert "--on-site-compute" in capsys.readouterr().err
+    assert main(["--n-epochs=1", "--limit-train=64", "--on-site-compute"]) == 0
