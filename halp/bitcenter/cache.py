@@ -62,7 +62,8 @@ class Program:
     """What the batches of one shape have in common: where everything lies."""
 
     entries: dict[tuple[int, str], Entry] = field(default_factory=dict)
-    layouts: dict[int, Layout] = field(default_factory=dict)
+    #: None for a result that an operation was not asked for.
+    layouts: dict[int, Layout | None] = field(default_factory=dict)
 
 
 class Batch(NamedTuple):
@@ -98,11 +99,11 @@ class Source(NamedTuple):
         assert context.cache is not None and self.key is not None
         return context.cache.keep(self.key, self.form, self.evaluate, dtype)
 
-    def read(self, context: Context, dtype: torch.dtype) -> Tensor | None:
-        """Return what inner steps read; None where the cache does not have it."""
+    def read(self, context: Context, dtype: torch.dtype, batch: Any = None) -> Tensor | None:
+        """Return what inner steps read of a batch; None where the cache does not have it."""
         if self.offset is None:
             assert context.cache is not None and self.key is not None
-            return context.cache.fetch(self.key, self.form, dtype)
+            return context.cache.fetch(self.key, self.form, dtype, batch)
         if isinstance(self.offset, KeptOffset):
             return self.offset.fetch(self.form, context, dtype)
         return self.offset.read(self.form, context, dtype)
@@ -135,9 +136,9 @@ class Recipe(NamedTuple):
         touched = [source.touch(context, dtype) for source in self.sources]
         return all(touched)
 
-    def read(self, context: Context, dtype: torch.dtype) -> Tensor | None:
+    def read(self, context: Context, dtype: torch.dtype, batch: Any) -> Tensor | None:
         """Return the offset; None where the cache lacks a source."""
-        values = [source.read(context, dtype) for source in self.sources]
+        values = [source.read(context, dtype, batch) for source in self.sources]
         return None if any(value is None for value in values) else self.compute(*values)
 
 
@@ -162,13 +163,14 @@ class KeptOffset(Offset):
         delta_dtype: torch.dtype,
         recipes: Recipes | None = None,
         view: "tuple[Any, Callable[[Tensor], Tensor], int] | None" = None,
+        batch: Any = None,
     ) -> None:
         assert context.cache is not None
         super().__init__(tensor, view=view)
         self._key = key
         self._context = context
         self._cache = context.cache
-        self._batch = context.cache.current
+        self._batch = batch or context.cache.current
         self._delta_dtype = delta_dtype
         self._recipes = recipes or {}
         #: What recipes have made, by form and dtype.
@@ -214,6 +216,7 @@ class KeptOffset(Offset):
             None if self._tensor is None else see(self._tensor),
             delta_dtype=self._delta_dtype,
             view=(self, see, name),
+            batch=self._batch,
         )
 
     def frozen(self) -> "KeptOffset":
@@ -234,6 +237,8 @@ class KeptOffset(Offset):
     def written(self, key: int, source: Offset | None) -> None:
         """Note that the memory holds something else now: what has this key, that of a source."""
         super().written(key, source)
+        if isinstance(source, KeptOffset):
+            self._batch = source._batch
         self._recipes = source._recipes if isinstance(source, KeptOffset) else {}
         self._made = {}
         self._version = None if self._tensor is None else self._tensor._version
@@ -270,7 +275,7 @@ class KeptOffset(Offset):
         if recipe is None:
             return self._cache.fetch(self.key, form, dtype, self._batch)
         if (form, dtype) not in self._made:
-            value = recipe.read(context, dtype)
+            value = recipe.read(context, dtype, self._batch)
             if value is None:
                 value = self._cache.fetch(self.key, form, dtype, self._batch)
             if value is None:
@@ -372,7 +377,7 @@ class OffsetCache:
         self.new_pass()
         self._fresh = False
         self._kept: dict[tuple[int, str], tuple[Tensor, float, Form, str]] = {}
-        self._layouts: dict[int, Layout] = {}
+        self._layouts: dict[int, Layout | None] = {}
         yield
         self._finish_batch(n_batches)
 
@@ -445,24 +450,41 @@ class OffsetCache:
         codes, scale = pack(rounded.to(dtype), self.context.precision, signed_zeros=form is SIGNED)
         return codes, scale, form, op
 
-    def keep_gradient(self, parameter: int, gradient: Tensor, dtype: torch.dtype) -> None:
-        """Keep a batch's gradient by a parameter, of which this is the number."""
-        self.keep(hash(("gradient", parameter)), LOW, lambda: gradient, dtype)
+    def keep_gradient(self, offset: Offset, gradient: Tensor, dtype: torch.dtype) -> None:
+        """Keep what BC-SGD reads of a parameter's gradient: its offset, with weight decay."""
+        self.keep(hash(("gradient", offset.key)), LOW, lambda: gradient, dtype)
 
-    def gradient(self, parameter: int, dtype: torch.dtype) -> Tensor:
-        """Return the gradient of the batch of the last pass."""
-        value = self.fetch(hash(("gradient", parameter)), LOW, dtype)
+    def gradient(self, offset: Offset, dtype: torch.dtype) -> Tensor:
+        """Return what was kept of a gradient with this offset.
+
+        Raises:
+            CacheError: there is none, since it is of several passes.
+        """
+        batch = offset._batch if isinstance(offset, KeptOffset) else None
+        value = self.fetch(hash(("gradient", offset.key)), LOW, dtype, batch)
         if value is None:
             raise CacheError(NOT_RECORDED)
         return value
 
-    def keep_layout(self, key: int, offset: Tensor) -> None:
+    def keep_layout(self, key: int, offset: Tensor | None) -> None:
         """Keep what a result's offset looks like."""
-        self._layouts[key] = Layout(tuple(offset.shape), offset.stride(), offset.dtype)
+        self._layouts[key] = None
+        if offset is not None:
+            self._layouts[key] = Layout(tuple(offset.shape), offset.stride(), offset.dtype)
 
     def layout(self, key: int) -> Layout | None:
         """Return what a result's offset looks like; None if that goes without saying."""
         return None if self.current is None else self.current.program.layouts.get(key)
+
+    def layout_of_constant(self, key: int) -> Layout | None:
+        """Return what a constant looks like; None for one that was not asked for.
+
+        Raises:
+            CacheError: the snapshot had no such constant.
+        """
+        if self.current is None or key not in self.current.program.layouts:
+            raise CacheError(NOT_RECORDED)
+        return self.current.program.layouts[key]
 
     # Replaying.
 
@@ -489,19 +511,32 @@ class OffsetCache:
     def key_of(self, x: Tensor) -> int:
         """Return the key of an operand: of the computation behind it, or of a plain tensor."""
         offset = getattr(x, "_offset", None)
-        return self._key_of_plain(x) if offset is None else offset.key
+        if offset is None:
+            return self._key_of_plain(x)
+        if x.context.cache is not self:  # type: ignore[attr-defined]
+            raise CacheError(
+                "one bit-centered model takes the results of another, and their offsets are cached "
+                "apart: bit-center a module that holds both"
+            )
+        return offset.key
 
     def begin_call(self, func: Any, args: tuple, kwargs: dict) -> Any:
         """Note that an operation is under way; return what :meth:`end_call` is to be given."""
-        outer = self._call, self._key_of_call
+        outer = self._call, self._key_of_call, self.current
         self._call, self._key_of_call = (func, args, kwargs), None
+        if not self.recording:
+            batches = {id(b): b for b in _batches_of((args, tuple(kwargs.values())))}
+            if batches:
+                self.current = next(iter(batches.values())) if len(batches) == 1 else MIXED
         if func._schema.is_mutable:  # then its operands' keys are about to change
             self.key_of_result(0)
         return outer
 
     def end_call(self, outer: Any) -> None:
         """Go back to the operation that this one was part of."""
-        self._call, self._key_of_call = outer
+        self._call, self._key_of_call, current = outer
+        if self._call is not None or self.current is MIXED:
+            self.current = current
 
     def _flatten(self, values: Any, flat: list[Any]) -> None:
         """Append what tells arguments apart: Python's hashes of −1 and −2 are the same."""
@@ -536,7 +571,9 @@ class OffsetCache:
         return hash(("draw", key, self._draws[key]))
 
     def _key_of_plain(self, x: Tensor) -> int:
-        where = (x.data_ptr(), x.numel(), x.dtype, x._version)
+        where: tuple = (x.data_ptr(), x.numel(), x.dtype, x._version)
+        if not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
+            where = (*where, x.shape, x.stride())  # it may skip some of its memory
         if where not in self._plain:
             mark = fingerprint(x)
             if not self.recording:
@@ -550,11 +587,16 @@ class OffsetCache:
         if self._batches:
             self._load(self._next % len(self._batches))
 
-    def _load(self, index: int) -> None:
+    def _load(self, index: int, loaded: "Loaded | None" = None) -> None:
+        """Load a batch; in the place of one that was loaded by a wrong guess, if there is one."""
         assert self._store is not None
         batch = self._batches[index]
         self._index, self._next = index, index + 1
-        self.current = Loaded(batch.program, self._store.load(batch.memory, self.device))
+        memory = self._store.load(batch.memory, self.device)
+        if loaded is None:
+            self._of_pass = self.current = Loaded(batch.program, memory)
+        else:
+            loaded.__init__(batch.program, memory)  # type: ignore[misc]
 
     def _find(self, mark: int) -> None:
         """Load the batch whose plain tensors are those of this pass.
@@ -567,11 +609,22 @@ class OffsetCache:
             return
         for marks in (seen, [mark]):  # or another pass begins
             for index, batch in enumerate(self._batches):
-                if batch.fingerprints[: len(marks)] == tuple(marks):
-                    if len(marks) < len(seen):
-                        self._plain.clear()
+                if batch.fingerprints[: len(marks)] != tuple(marks):
+                    continue
+                if len(marks) < len(seen):
+                    self._plain.clear()
+                    self._draws.clear()
                     self._load(index)
-                    return
+                elif self._draws:
+                    raise CacheError(
+                        "random numbers (a dropout mask) were drawn before this pass met anything "
+                        "that tells its batch from others: with cached offsets, take the batches "
+                        "in the order of the snapshot, or use "
+                        'halp.bit_center(..., offsets="on-site")'
+                    )
+                else:  # what has been read so far is the same in both
+                    self._load(index, self._of_pass)
+                return
         raise CacheError(
             f"this batch is none of the {len(self._batches)} that the snapshot saw: cached offsets "
             "need the same batches in the snapshot and in the steps. The loader shuffles or "
@@ -604,6 +657,20 @@ class Loaded:
         if form is SIGNED:
             return from_signs(value)
         return value if form.decode is None else form.decode(value)
+
+
+def _batches_of(values: Any) -> Iterator[Any]:
+    """Yield the batches that bit-centered operands belong to."""
+    for value in values:
+        offset = getattr(value, "_offset", None)
+        if isinstance(offset, KeptOffset):
+            yield offset._batch
+        elif type(value) is list or type(value) is tuple:
+            yield from _batches_of(value)
+
+
+#: In the place of a batch: of results that belong to several, of which nothing is kept.
+MIXED = Loaded(Program(), torch.empty(0, dtype=torch.uint8))
 
 
 def _at(memory: Tensor, entry: Entry) -> Tensor:

@@ -208,6 +208,8 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
     """
     if func not in HANDLERS and like.dtype.is_floating_point and not _is_derived(func):
         raise _no_rule(func)
+    if torch.Tag.inplace_view in func.tags and func in HANDLERS:
+        return HANDLERS[func](func, like, args, kwargs)  # the wrapper changes its shape too
     dtype = like.dtype if like.dtype.is_floating_point else torch.get_default_dtype()
     with writes_counted():
         result = on_offsets(func, args, kwargs, dtype)

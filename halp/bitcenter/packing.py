@@ -59,7 +59,8 @@ def container(format: Format, signed_zeros: bool) -> torch.dtype:
 def pack(x: Tensor, precision: Precision, *, signed_zeros: bool = False) -> tuple[Tensor, float]:
     """Return a tensor on the precision's grid as codes, and the scale that belongs to them.
 
-    ``x`` is float32 or float64; NaN and infinities that the container lacks make it stay as it is.
+    ``x`` is float32 or float64. It stays as it is where codes would not give the same numbers back:
+    with NaN in it, or blocks of numbers that are further apart than the container reaches.
     """
     format = precision.format
     own_scales = isinstance(precision.scale, Tensor) and precision.scale.numel() > 1
@@ -73,10 +74,13 @@ def pack(x: Tensor, precision: Precision, *, signed_zeros: bool = False) -> tupl
     if not largest < math.inf:
         return x, 1.0
     scale = _scale(largest, precision)
+    if not 0 < scale < math.inf:
+        return x, 1.0
     codes = x if scale == 1 else _wide_enough(x, scale) / scale
     if dtype in _INTEGERS:
         codes = codes.round()
-    return codes.to(dtype), scale
+    codes = codes.to(dtype)
+    return (codes, scale) if torch.equal(unpack(codes, scale, x.dtype), x) else (x, 1.0)
 
 
 def _scale(largest: float, precision: Precision) -> float:
@@ -94,7 +98,7 @@ def _scale(largest: float, precision: Precision) -> float:
         return 1.0
     fraction, exponent = math.frexp(largest)
     top_fraction, top_exponent = math.frexp(format.max)
-    return 2.0 ** (exponent - top_exponent + (fraction > top_fraction))
+    return math.ldexp(1.0, exponent - top_exponent + (fraction > top_fraction))
 
 
 def unpack(codes: Tensor, scale: float, dtype: torch.dtype) -> Tensor:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
-from halp.bitcenter.cache import NOT_RECORDED, CacheError, KeptOffset, Recipes
+from halp.bitcenter.cache import KeptOffset, Recipes
 from halp.bitcenter.offsets import EXACT
 from halp.bitcenter.operands import Decided, Read, all_constant, on_offsets, operands_of
 from halp.bitcenter.tensor import BitCenteredTensor
@@ -75,6 +75,7 @@ def kept_result(
     layout = None
     if cache.recording:
         if offset is None:
+            cache.keep_layout(key, None)
             return None
         if not offset.dtype.is_floating_point:
             cache.keep_layout(key, offset)
@@ -83,7 +84,7 @@ def kept_result(
         if delta is None or not offset.is_contiguous():
             cache.keep_layout(key, offset)
     else:
-        layout = cache.layout(key)
+        layout = cache.layout(key) if delta is not None else cache.layout_of_constant(key)
         if delta is None:
             if layout is None:
                 return None
@@ -111,24 +112,28 @@ def kept_result(
 
 
 def kept_constant(
-    like: BitCenteredTensor, offset: Tensor | None, *, drawn: bool = False
+    like: BitCenteredTensor,
+    create: Callable[[Tensor], Tensor],
+    dtype: torch.dtype,
+    *,
+    drawn: bool = False,
 ) -> BitCenteredTensor:
-    """Return the operation's only result, a constant that may be written to, where it is cached."""
+    """Return the operation's only result, a constant that may be written to, where it is cached.
+
+    ``create`` makes it like a tensor; ``drawn`` says that it is random.
+    """
     cache = like.context.cache
     assert cache is not None
     key = cache.key_of_result(0)
     if drawn:
         key = cache.draw(key)
+    offset = create(like._offset.computed) if cache.recording else None
     if offset is not None:
-        cache.keep_layout(key, offset)
-        dtype, shape, stride = offset.dtype, tuple(offset.shape), offset.stride()
-    else:
-        layout = cache.layout(key)
-        if layout is None:
-            raise CacheError(NOT_RECORDED)
-        shape, stride, dtype = layout
+        layout = offset
+    else:  # a random tensor has the layout of what it is made like
+        layout = like.delta if drawn else create(like.delta)
     delta_dtype = like.delta.dtype if like.dtype.is_floating_point else dtype
-    zeros = torch.empty_strided(shape, stride, dtype=delta_dtype, device=like.device).zero_()
+    zeros = torch.zeros_like(layout, dtype=delta_dtype)
     kept = KeptOffset(like.context, offset, key=key, delta_dtype=delta_dtype)
     result = BitCenteredTensor(kept, zeros, like.context, dtype)
     result._constant = (zeros, zeros._version)

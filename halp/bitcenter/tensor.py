@@ -152,6 +152,8 @@ class BitCenteredTensor(Tensor):
         )
 
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
+        if not self._offset.root.is_at_hand:
+            return f"BitCenteredTensor(offset=cached, delta={self.delta})"
         if type(self.offset) is not Tensor:  # traced
             return f"BitCenteredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
         suffix = ", requires_grad=True" if self.requires_grad else ""
@@ -190,7 +192,8 @@ class BitCenteredTensor(Tensor):
         context = copy.deepcopy(self.context, memo)
         new = _rebuild(self.offset.clone(), self.delta.clone(), context, *self._extra_state())
         memo[id(self)] = new
-        if self.grad is not None:
+        grad: Any = self.grad
+        if grad is not None and grad._offset.root.is_at_hand:  # of a cached step there is no whole
             new.grad = copy.deepcopy(self.grad, memo)
         return new
 

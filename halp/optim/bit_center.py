@@ -173,8 +173,16 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
                 f"{type(self).__name__}: the parameters were written to since the snapshot, of "
                 "which cached offsets are; call optimizer.snapshot(...) when snapshot_due is true"
             )
+        if self._position is not None and any(cache.is_empty for cache in self._caches()):
+            raise RuntimeError(
+                f"{type(self).__name__}: cached offsets have to be recorded again after a state "
+                "was loaded; call optimizer.snapshot(...) when snapshot_due is true"
+            )
         for context in self._contexts():
             context.new_step()
+        if closure is not None and self._caches():  # which clears them itself, in one way or other
+            for p in self._parameters():
+                p.grad = None
         return super()._evaluate(closure)
 
     def _iterate(self, p: Tensor) -> Tensor:
@@ -256,7 +264,8 @@ class BitCenterSGD(BitCenterSolver):
 
     ∇f_b(w̃) is recomputed at every step and rounded to the format; its snapshot recenters, and does
     not read the loader. Where offsets are cached, the snapshot runs over the loader and keeps every
-    batch's ∇f_b(w̃) + λw̃ too.
+    batch's ∇f_b(w̃) + λw̃ too: a change of weight decay takes full effect at the next one, and a step
+    is of one batch.
 
     Args:
         params: the parameters of a bit-centered model, or groups of them.
@@ -284,7 +293,8 @@ class BitCenterSGD(BitCenterSolver):
         gradient, cache = super()._gradient_at_snapshot(p), p.context.cache  # type: ignore[attr-defined]
         if cache is not None:
             offset = self._decayed(p, gradient, self._group_of(p))
-            cache.keep_gradient(id(p), offset, p.delta.dtype)  # type: ignore[attr-defined]
+            of_grad: Any = p.grad
+            cache.keep_gradient(of_grad._offset, offset, of_grad.delta.dtype)
         return gradient
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
@@ -293,7 +303,7 @@ class BitCenterSGD(BitCenterSolver):
             return None
         cache = p.context.cache  # type: ignore[attr-defined]
         if cache is not None:
-            return delta + cache.gradient(id(p), delta.dtype)
+            return delta + cache.gradient(p.grad._offset, delta.dtype)  # type: ignore[union-attr]
         offset = self._decayed(p, p.grad.offset, group)  # type: ignore[union-attr]
         return delta + self._rounder(p)(offset).to(delta.dtype)
 

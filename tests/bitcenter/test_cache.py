@@ -1,8 +1,10 @@
 """Cached offsets: what is kept, how much of it, and what is refused."""
 
+import copy
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import pytest
@@ -270,6 +272,67 @@ def test_operations_that_the_snapshot_did_not_run_are_refused():
         training.optimizer.step(lambda: other(x, y))
 
 
+@pytest.mark.parametrize(
+    "changing",
+    [
+        lambda loss, number: loss * (1 + number),
+        lambda loss, number: loss + torch.tensor(float(number)),
+        lambda loss, number: loss * torch.randn(()),
+    ],
+    ids=["a number", "a tensor", "noise"],
+)
+def test_what_differs_from_the_snapshot_is_refused(changing):
+    training = Training(SMOOTH[2], halp.optim.BitCenterSGD)
+    number = 0
+    plain_loss_of = training.loss_of
+
+    def loss_of(x: Tensor, y: Tensor) -> Tensor:
+        training.optimizer.zero_grad()
+        loss = changing(training.case.loss_of(training.model, x, y), number)
+        loss.backward()
+        return loss
+
+    training.loss_of = loss_of
+    training.step(0) if changing.__code__.co_names == () else None
+    number = 1
+    with pytest.raises(CacheError):
+        for n in (1, 2):
+            number = n
+            training.step(n)
+    assert plain_loss_of
+
+
+def test_a_failure_in_the_snapshot_leaves_a_cache_that_is_due():
+    training = Training(SMOOTH[2])
+    loss_of, calls = training.loss_of, 0
+
+    def failing(x: Tensor, y: Tensor) -> Tensor:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise KeyboardInterrupt
+        return loss_of(x, y)
+
+    training.loss_of = failing
+    with pytest.raises(KeyboardInterrupt):
+        training.step(0)
+    cache = context_of(training.model).cache
+    assert cache.is_empty and not cache.recording
+    assert training.optimizer.snapshot_due
+    training.step(0)
+    assert not training.optimizer.snapshot_due
+
+
+def test_copies_record_their_own_cache():
+    training = Training(SMOOTH[2])
+    training.step(0)
+    model, optimizer = copy.deepcopy((training.model, training.optimizer))
+    assert optimizer.snapshot_due
+    assert not training.optimizer.snapshot_due
+    training.model, training.optimizer = model, optimizer
+    training.step(1)
+
+
 def test_steps_without_a_closure():
     with_closure, without = Training(BATCH_NORM_NET), Training(BATCH_NORM_NET)
     for number in range(5):
@@ -424,3 +487,175 @@ def save(states: Any) -> Any:
     torch.save(states, file)
     file.seek(0)
     return file
+
+
+def picked(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = model[0](x)
+    return model[1](torch.topk(hidden, 6, dim=1)[0]) + model[2](hidden.sort(1)[0].cumsum(-1))
+
+
+def signs(model: nn.Module, x: Tensor) -> Tensor:
+    """Operations that differ in −1 and −2 alone, of which Python's hashes are the same."""
+    hidden = model[2](torch.relu(model[0](x)) * -1.0 + torch.relu(model[0](x)) * -2.0)
+    square = model[0](x).view(-1, 3, 4)
+    return hidden + square.sum(-1).sum(-1, keepdim=True) + square.sum(-2)[:, :1]
+
+
+def normalized_twice(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = model[0](x)
+    return model[2](F.layer_norm(hidden, (12,)) + F.layer_norm(hidden, (12,), eps=0.5))
+
+
+def masked_attention(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = model[0](x).view(-1, 3, 4)
+    scores = hidden @ hidden.transpose(1, 2)
+    scores = scores.masked_fill(torch.ones(3, 3, dtype=torch.bool).triu(1), -torch.inf)
+    return model[2]((F.softmax(scores, -1) @ hidden).flatten(1))
+
+
+def clamped(model: nn.Module, x: Tensor) -> Tensor:
+    hidden = 3 * model[0](x)
+    return model[2](
+        F.relu6(hidden) + hidden.clamp(-0.3, 0.4) + hidden.abs() + F.leaky_relu(hidden)
+        + torch.maximum(hidden, hidden.flip(1)) + torch.where(hidden > 0.1, hidden, -hidden)
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "forward",
+    [picked, signs, normalized_twice, masked_attention, clamped],
+    ids=lambda f: f.__name__,
+)
+def test_operations_that_decide_or_look_alike(forward):
+    x, y = torch.randn(24, 16, dtype=torch.float64), torch.randint(5, (24,))
+    gradients = []
+    for offsets in ("cached", "on-site"):
+        torch.manual_seed(0)
+        model = nn.ModuleList([nn.Linear(16, 12), nn.Linear(6, 5), nn.Linear(12, 5)]).double()
+        halp.bit_center(model, rounding="void", offsets=offsets)
+        closure = lambda x, y, model=model: backward(F.cross_entropy(forward(model, x), y))  # noqa: E731
+        record(model, [(x, y)], closure)
+        model.zero_grad()
+        for p in model.parameters():
+            p.delta.fill_(0.1)
+        closure(x, y)
+        used = [p.grad.delta.flatten() for p in model.parameters() if p.grad is not None]
+        gradients.append(torch.cat(used))
+    assert (gradients[0] - gradients[1]).norm() <= 1e-12 * gradients[1].norm()
+
+
+# Which batch a result belongs to.
+
+
+class Twice(nn.Module):
+    """Draws random numbers like one tensor twice, multiplies by signs, and pools with gaps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Conv2d(1, 3, 3), nn.Linear(3 * 9, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.first(x)
+        hidden = hidden + 0.1 * torch.randn_like(hidden) * torch.rand_like(hidden)
+        hidden = hidden + 0.1 * torch.randn_like(hidden) * hidden.flip(2).sign()
+        hidden = F.max_pool2d(hidden, 2, 1, padding=1, dilation=2)
+        return self.last(F.adaptive_max_pool2d(hidden, 3).flatten(1))
+
+
+def one(loss: Callable, a: Any, b: Any) -> None:
+    backward(loss(*a))
+
+
+def two_backward_passes(loss: Callable, a: Any, b: Any) -> None:
+    backward(loss(*a))
+    backward(loss(*b))
+
+
+def another_forward_pass_afterwards(loss: Callable, a: Any, b: Any) -> None:
+    backward(loss(*a))
+    with torch.no_grad():
+        loss(*b)
+
+
+def another_forward_pass_in_between(loss: Callable, a: Any, b: Any) -> None:
+    first = loss(*a)
+    with torch.no_grad():
+        loss(*b)
+    backward(first)
+
+
+@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "passes",
+    [
+        one,
+        two_backward_passes,
+        another_forward_pass_afterwards,
+        another_forward_pass_in_between,
+    ],
+    ids=lambda f: f.__name__,
+)
+def test_a_result_is_found_with_the_batch_that_it_belongs_to(passes, solver):
+    torch.manual_seed(0)
+    batches = [(torch.randn(6, 1, 8, 8, dtype=torch.float64),) for _ in range(3)]
+    weights = []
+    for offsets in ("cached", "on-site"):
+        torch.manual_seed(1)
+        model = halp.bit_center(Twice().double(), rounding="void", offsets=offsets)
+        optimizer = solver(model.parameters(), lr=0.01, T=9)
+
+        def loss_of(x: Tensor, model: nn.Module = model) -> Tensor:
+            torch.manual_seed(2)  # what is drawn on site is what the snapshot has drawn
+            return torch.tanh(model(x)).square().mean()
+
+        def closure(x: Tensor, loss_of: Any = loss_of, optimizer: Any = optimizer) -> Tensor:
+            optimizer.zero_grad()
+            return backward(loss_of(x))
+
+        optimizer.snapshot(batches, closure)
+        for i in range(4):
+            optimizer.zero_grad()
+            step = partial(passes, loss_of, batches[i % 3], batches[(i + 1) % 3])
+            if (passes, solver, offsets) == (two_backward_passes, SOLVERS[0], "cached"):
+                with pytest.raises(CacheError):  # of two batches BC-SGD has kept no gradient
+                    optimizer.step(step)
+                return
+            optimizer.step(step)
+        weights.append(torch.cat([halp.value(p).flatten() for p in model.parameters()]))
+    assert (weights[0] - weights[1]).norm() <= 1e-12 * weights[1].norm()
+
+
+def test_two_models_in_a_chain_are_refused():
+    first, second = (halp.bit_center(nn.Linear(4, 4), offsets="cached") for _ in range(2))
+    parameters = [*first.parameters(), *second.parameters()]
+    optimizer = halp.optim.BitCenterSVRG(parameters, lr=0.1, T=5)
+    with pytest.raises(CacheError, match="bit-center a module that holds both"):
+        optimizer.snapshot(
+            [torch.randn(3, 4)], lambda x: backward(second(first(x)).square().mean())
+        )
+
+
+def test_random_numbers_before_the_batch_is_known_want_the_snapshots_order():
+    torch.manual_seed(0)
+    model = halp.bit_center(nn.Linear(4, 3), offsets="cached")
+    optimizer = halp.optim.BitCenterSVRG(model.parameters(), lr=0.1, T=50)
+    batches = [torch.randn(5, 4) for _ in range(3)]
+
+    def closure(x: Tensor) -> Tensor:
+        optimizer.zero_grad()
+        return backward(F.linear(x, F.dropout(model.weight), model.bias).square().mean())
+
+    optimizer.snapshot(batches, closure)
+    for x in batches:
+        optimizer.step(lambda x=x: closure(x))
+    with pytest.raises(CacheError, match="random numbers"):
+        optimizer.step(lambda: closure(batches[2]))
+
+
+def test_a_state_that_was_loaded_wants_its_snapshot_first():
+    training = Training(SMOOTH[2])
+    training.step(0)
+    training.optimizer.load_state_dict(training.optimizer.state_dict())
+    x, y = training.batches[1]
+    with pytest.raises(RuntimeError, match="recorded again after a state was loaded"):
+        training.optimizer.step(lambda: training.loss_of(x, y))

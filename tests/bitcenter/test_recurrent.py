@@ -123,3 +123,24 @@ def test_a_fused_layer_called_directly_is_refused_by_name():
     h = torch.zeros(1, 3, 5)
     with pytest.raises(NotImplementedError, match=r"mkldnn_rnn_layer.* no delta rule"):
         torch.lstm(torch.randn(4, 3, 6), (h, h), weights, True, 1, 0.0, True, False, False)
+
+
+@pytest.mark.parametrize("offsets", ["on-site", "cached"])
+@pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+def test_the_full_gradient_is_the_plain_ones(make, offsets):
+    """Also where a layer transposes its result in place."""
+    torch.manual_seed(0)
+    layer = make().double()
+    twin, x = copy.deepcopy(layer), torch.randn(4, 3, 6, dtype=torch.float64)
+    halp.bit_center(layer, rounding="void", offsets=offsets)
+    optimizer = halp.optim.BitCenterSVRG(layer.parameters(), lr=0.1, T=5)
+
+    def mean_over_steps(layer: nn.Module, x: Tensor) -> Tensor:
+        loss = layer(x)[0].mean(1).square().sum()
+        loss.backward()
+        return loss
+
+    optimizer.snapshot([x], lambda x: mean_over_steps(layer, x))
+    mean_over_steps(twin, x)
+    for p, plain in zip(layer.parameters(), twin.parameters(), strict=True):
+        torch.testing.assert_close(optimizer.state[p]["full_gradient"], plain.grad)

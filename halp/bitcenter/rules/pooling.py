@@ -172,10 +172,14 @@ def _kept_pool(
 
 
 def _marked_gaps(best: Tensor, before: Tensor, u: Tensor, windows: list[Windows]) -> Tensor:
-    """Return the gaps to the winners; those of the winners are above zero, if only just."""
-    index, _ = _places(windows, u.shape)
-    gaps = gaps_to(best, u, windows)
-    return torch.where(index == before, torch.finfo(u.dtype).smallest_normal, gaps)
+    """Return the gaps to the winners; those of the winners are above zero, if only just.
+
+    What lies outside of a window has none.
+    """
+    index, valid = _places(windows, u.shape)
+    gaps = gaps_to(best, u, windows).masked_fill_(~valid, 0)
+    wins = (index == before).logical_and_(valid)
+    return torch.where(wins, torch.finfo(u.dtype).smallest_normal, gaps)
 
 
 def gaps_to(best: Tensor, u: Tensor, windows: list[Windows]) -> Tensor:

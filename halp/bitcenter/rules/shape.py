@@ -211,6 +211,9 @@ def pick(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> t
     dim, keeps_dim = _dim_and_keep(func, args, kwargs)
     before, after = (func(part, *args[1:], **kwargs)[1] for part in (x.offset, x.value))
     indices = BitCenteredTensor(before, after, x.context)
+    if x.context.is_cached:  # before it is an operand itself
+        assert x.context.cache is not None
+        indices._offset.name(x.context.cache.key_of_result(1))
     if keeps_dim:
         return x.gather(dim, indices), indices
     return x.gather(dim, indices.unsqueeze(dim)).squeeze(dim), indices
@@ -259,12 +262,13 @@ def create(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) ->
     if not dtype.is_floating_point:
         offset = func(x.delta, *args[1:], **{**kwargs, "dtype": dtype})
         return BitCenteredTensor(offset, offset.clone(), x.context)
-    cache = x.context.cache if x.context.is_cached else None
-    if cache is not None and not cache.recording:
-        return kept_constant(x, None)
-    offset = func(x._offset.computed, *args[1:], **kwargs)
-    if cache is not None:
-        return kept_constant(x, offset)
+
+    def created(like: Tensor) -> Tensor:
+        return func(like, *args[1:], **kwargs)
+
+    if x.context.is_cached:
+        return kept_constant(x, created, dtype, drawn="rand" in func._schema.name)
+    offset = created(x.offset)
     delta_dtype = x.delta.dtype if x.dtype.is_floating_point else offset.dtype
     return BitCenteredTensor.constant(offset, x.context, delta_dtype)
 
@@ -288,12 +292,13 @@ def randomize(
 @register_handler(aten.bernoulli.p)
 def bernoulli(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Tensor:
     """The out-of-place form, which compiled code uses for dropout."""
+
+    def created(like: Tensor) -> Tensor:
+        return func(like, *args[1:], **kwargs)
+
     if x.context.is_cached:
-        cache = x.context.cache
-        assert cache is not None
-        drawn = func(x._offset.computed, *args[1:], **kwargs) if cache.recording else None
-        return kept_constant(x, drawn, drawn=True)
-    offset = func(x.offset, *args[1:], **kwargs)
+        return kept_constant(x, created, x.dtype, drawn=True)
+    offset = created(x.offset)
     return BitCenteredTensor.constant(offset, x.context, x.delta.dtype)
 
 
