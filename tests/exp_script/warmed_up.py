@@ -2,6 +2,7 @@
 
 import contextlib
 import io
+import threading
 
 import torch
 from tqdm import tqdm
@@ -10,5 +11,6 @@ import run_models
 
 torch.set_num_threads(1)
 tqdm.monitor_interval = 0  # no thread: what is forked must not have any
+tqdm.set_lock(threading.RLock())  # one that a process which is killed does not hold for all others
 with contextlib.redirect_stdout(io.StringIO()):
     run_models.main(["--limit-train=16", "--n-epochs=1"])
