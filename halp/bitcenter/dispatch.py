@@ -265,9 +265,10 @@ def _handler_of(rule: Callable) -> Handler:
                 for part, delta in zip(offset(), result, strict=True)
             )
         if deferred:
-            return _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
-        wrapped = wrap(offset(), result, like)
-        wrapped.decision = decision
+            wrapped = _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
+        else:
+            wrapped = wrap(offset(), result, like)
+        wrapped.decision = decision  # in a backward pass too: it may repeat a forward one
         return wrapped
 
     return handler

@@ -200,7 +200,10 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
     if not x.dtype.is_floating_point:
         offset = func(x.offset, **kwargs)
         return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
-    return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    result = BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    if x.decision is not None:
+        result.decision = x.decision.to(result.device)
+    return result
 
 
 @register_handler(
