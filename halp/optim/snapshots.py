@@ -5,7 +5,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halp.bitcenter import value
 from halp.optim.base import Solver, check_loss
@@ -16,7 +16,7 @@ from halp.optim.loaders import (
     length_of,
     run_on_batch,
 )
-from halp.optim.preserve import generators_of, preserved
+from halp.optim.preserve import Buffers, generators_of, preserved
 from halp.optim.shared import Shared
 from halp.optim.state import Saved
 
@@ -31,11 +31,12 @@ class SnapshotSolver(Solver):
     Args:
         T: inner steps between two snapshots, a positive int.
         buffers: the model's buffers (``model.buffers()``): running statistics that move once a
-            step, and never in a snapshot or at w̃.
+            step, and never in a snapshot or at w̃. Or the model itself, which has to be given where
+            a module assigns new tensors to its buffers.
     """
 
     T: Shared[int] = Shared(1)
-    buffers: Shared[list[Tensor]] = Shared([])
+    _buffers: Shared[Buffers] = Shared(Buffers(()))
     #: Inner steps since the snapshot; None while there is none.
     _position: Shared[int | None] = Shared(None)
     #: The parameters that the snapshot was of.
@@ -53,14 +54,23 @@ class SnapshotSolver(Solver):
         weight_decay: float = 0.0,
         *,
         T: int,  # noqa: N803
-        buffers: Iterable[Tensor] = (),
+        buffers: nn.Module | Iterable[Tensor] = (),
         **options: Any,
     ) -> None:
         if not isinstance(T, int) or isinstance(T, bool) or T < 1:
             raise ValueError(f"T must be a positive number of steps, not {T!r}")
         self.T = T
-        self.buffers = list(buffers)
+        self.buffers = buffers
         super().__init__(params, lr, momentum, weight_decay, **options)
+
+    @property
+    def buffers(self) -> nn.Module | Iterable[Tensor]:
+        """What is kept from moving in snapshots: the model, or its buffers."""
+        return self._buffers.now()
+
+    @buffers.setter
+    def buffers(self, buffers: nn.Module | Iterable[Tensor]) -> None:
+        self._buffers = Buffers(buffers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. A snapshot becomes due."""

@@ -290,7 +290,7 @@ class Watch:
                 )
         gradients = {p: p.grad for p in self._names}
         try:
-            with preserved(list(self.model.buffers())), self._streams_preserved():
+            with preserved(self.model), self._streams_preserved():
                 loss = self.optimizer._call(closure)
         finally:
             for handle in handles:
