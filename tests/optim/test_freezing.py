@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 
 import halp
-from halp.training import Checkpointer, Stopped
+from halp.training import Checkpointer, Stopped, Watch
 from tests.optim.runs import (
     BIT_CENTERED,
     SOLVERS,
@@ -194,6 +194,17 @@ def test_without_a_closure_a_frozen_layer_does_not_move_either(solver):
     run.optimizer.step()
     assert_identical(run.values[:2], before)
     assert torch.equal(halp.value(run.model[0].weight.grad), gradient)
+
+
+def test_a_watch_does_not_stop_at_what_lies_in_the_gradient_of_a_frozen_layer():
+    run = Run("SGD", mlp(), regression(), **OPTIONS).steps(2)
+    run.model[0].requires_grad_(False)
+    run.model[0].weight.grad.fill_(float("nan"))
+    before = run.values
+    with Watch(run.model, run.optimizer):
+        run.optimizer.step()
+    assert_identical(run.values[:2], before[:2])
+    assert not torch.equal(run.values[2], before[2])
 
 
 def test_a_frozen_layer_draws_no_random_bits():
