@@ -244,7 +244,7 @@ class Solver(Optimizer):
         put(self, saved)
         if saved.solver is None:  # PyTorch's momentum is on no grid
             for p in self._parameters():
-                if "momentum_buffer" in self.state[p]:
+                if "momentum_buffer" in self.state.get(p, {}):
                     buffer = self._stored_momentum(p, self.state[p]["momentum_buffer"])
                     self.state[p]["momentum_buffer"] = buffer
 
@@ -261,7 +261,9 @@ class Solver(Optimizer):
                 if name not in group:
                     raise ValueError(f"parameter group {index} of the state dict has no {name!r}")
             self._check_options(group)
-        for index, (entry, p) in enumerate(zip(saved.entries, self._parameters(), strict=True)):
+        parameters = self._parameters()
+        for index, entry in saved.entries.items():
+            p = parameters[index]
             for key, tensor in entry.items():
                 if isinstance(tensor, Tensor) and tensor.shape != p.shape:
                     raise ValueError(
@@ -309,7 +311,9 @@ class Solver(Optimizer):
             "nesterov" in group and ("dampening" in group or "maximize" in group)
             for group in saved.groups
         )
-        return groups_fit and all(entry.keys() <= {"momentum_buffer"} for entry in saved.entries)
+        return groups_fit and all(
+            entry.keys() <= {"momentum_buffer"} for entry in saved.entries.values()
+        )
 
 
 def check_loss(loss: Any, caller: str) -> None:

@@ -252,8 +252,10 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     def _add_state(self, state_dict: dict[str, Any]) -> None:
         self._check_parameters()
         super()._add_state(state_dict)
-        for number, p in enumerate(self._parameters()):
-            entry = state_dict["state"].setdefault(number, {})
+        state, parameters = state_dict["state"], self._parameters()
+        state_dict["state"] = {i: state.pop(i, {}) for i in range(len(parameters))} | state
+        for i, p in enumerate(parameters):
+            entry = state_dict["state"][i]
             entry |= {"offset": p.offset, "delta": p.delta}  # type: ignore[attr-defined]
             # Rules skip deltas that are known to be zero, and draw no random bits for them.
             if p.is_constant:  # type: ignore[attr-defined]
@@ -272,16 +274,18 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         super()._check_state(saved)
         assert saved.solver is not None
         positions = saved.solver["stream_positions"]
-        if len(positions) not in (1, len(saved.entries)):
+        if len(positions) not in (1, len(saved.order)):
             raise ValueError(
                 f"the state dict has {len(positions)} positions of random streams for "
-                f"{len(saved.entries)} parameters"
+                f"{len(saved.order)} parameters"
             )
 
     def _load(self, saved: Saved) -> None:
         for context in self._contexts():
             context.settle()
-        for p, entry in zip(self._parameters(), saved.entries, strict=True):
+        parameters = self._parameters()
+        for index, entry in saved.entries.items():
+            p = parameters[index]
             constant = entry.pop("constant", False)
             if "offset" in entry:
                 p.offset.copy_(entry.pop("offset"))  # type: ignore[attr-defined]
@@ -300,4 +304,4 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
 
 def _in_order(saved: Saved, positions: list[int]) -> list[int]:
     """Return positions of random streams by own parameter: there may be one for all."""
-    return saved.in_order(positions if len(positions) > 1 else positions * len(saved.entries))
+    return saved.in_order(positions if len(positions) > 1 else positions * len(saved.order))

@@ -269,9 +269,9 @@ class SnapshotSolver(Solver):
         super()._check_state(saved)
         if saved.solver is None or saved.solver["position"] is None:
             return
-        for index, entry in enumerate(saved.entries):
+        for index in range(len(self._parameters())):
             for key in self.kept_from_snapshot:
-                if key not in entry:
+                if key not in saved.entries.get(index, {}):
                     raise ValueError(
                         f"the state dict is of the middle of a cycle, and lacks the {key!r} of "
                         f"parameter {index}"

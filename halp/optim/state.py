@@ -15,10 +15,10 @@ StateDict = dict[str, Any]
 
 @dataclass
 class Saved:
-    """What a state dict holds, copied, in the order of an optimizer's own parameters."""
+    """What a state dict holds, copied, for an optimizer's own parameters."""
 
     groups: list[dict[str, Any]]  # options of each of its groups
-    entries: list[dict[str, Any]]  # state of each of its parameters
+    entries: dict[int, dict[str, Any]]  # state by number of its parameter, where there is any
     others: dict[Any, Any]  # state of no parameter
     solver: dict[str, Any] | None  # the entry of this library
     order: list[int]  # the place in the state dict of each of its parameters
@@ -82,13 +82,15 @@ def read(optimizer: Optimizer, state_dict: StateDict) -> Saved:
         groups, order = _by_name(names, saved_names)
         places = _places(state, before, numbers, order)
     parameters = [p for group in own for p in group["params"]]
+    own_number = {numbers[place]: number for number, place in enumerate(places)}
     return Saved(
         groups=[_named(saved[g], mine) for g, mine in zip(groups, own, strict=True)],
-        entries=[
-            _copied(state.get(numbers[place], {}), p)
-            for place, p in zip(places, parameters, strict=True)
-        ],
-        others={key: entry for key, entry in state.items() if key not in set(numbers)},
+        entries={
+            own_number[key]: _copied(entry, parameters[own_number[key]])
+            for key, entry in state.items()
+            if key in own_number
+        },
+        others={key: entry for key, entry in state.items() if key not in own_number},
         solver=deepcopy(state_dict.get("solver")),
         order=order,
     )
@@ -109,7 +111,7 @@ def put(optimizer: Optimizer, saved: Saved) -> None:
         group.update(options, params=members)
     optimizer.state.clear()
     optimizer.state.update(saved.others)
-    optimizer.state.update(zip(parameters, saved.entries, strict=True))
+    optimizer.state.update((parameters[number], e) for number, e in saved.entries.items())
 
 
 def _options(group: dict[str, Any]) -> dict[str, Any]:
