@@ -122,16 +122,20 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     like = model_of(args, kwargs)
     if like is None:
         return func(*args, **kwargs)
+    if _runs_each(func):
+        return func._op_dk(_EACH, *args, **kwargs)
     if like.context.offsets_only:
         return _offsets_only(func, like, args, kwargs)
     cache = like.context.cache
     if cache is None or not cache.is_active:
         return _run(func, like, args, kwargs)
-    if func._schema.is_mutable and _is_at_hand(args[0]):
+    if _writes(func) and _is_at_hand(args[0]):
         root = args[0]._offset.root
         root.written(hash(("written", root.key)), None)
         with cache.suspended():
             return _run(func, like, args, kwargs)
+    if not torch.is_grad_enabled() and _is_of_parameters(func, args, kwargs):
+        return _on_site(func, like, args, kwargs)
     if is_traced(like.delta):
         raise NotImplementedError(
             "cached offsets are recorded and replayed eagerly and cannot be compiled; use "
@@ -148,9 +152,58 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return result
 
 
+#: Where PyTorch keeps the form of an operation on lists that runs a plain one on each element.
+_EACH = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+@cache
+def _runs_each(func: OpOverload) -> bool:
+    """Whether an operation does to each tensor of a list what another one does to a tensor."""
+    on_lists = func._schema.name.startswith("aten::_foreach_") and not _has_out(func)
+    return on_lists and func not in HANDLERS and func.has_kernel_for_dispatch_key(_EACH)
+
+
+def _has_out(func: OpOverload) -> bool:
+    return any(argument.is_out for argument in func._schema.arguments)
+
+
+def _writes(func: OpOverload) -> bool:
+    """Whether an operation changes values, not only the shape that they are seen in."""
+    return func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
+
+
 def _is_at_hand(x: Any) -> bool:
     """Whether this is a bit-centered parameter, or part of one: its offset is there to write to."""
     return type(x) is BitCenteredTensor and x._offset.root.is_at_hand
+
+
+def _is_of_parameters(func: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation reads parameters, parts of them and numbers, and nothing else.
+
+    Outside of autograd that is what averages of models are made of, and other optimizers' steps.
+    """
+    tensors: list[Tensor] = []
+    replace_tensors((args, tuple(kwargs.values())), tensors.append)
+    return torch.Tag.nondeterministic_seeded not in func.tags and all(
+        _is_at_hand(x) or (type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu")
+        for x in tensors
+    )
+
+
+def _on_site(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
+    """Run an operation without the cache, of whose operands the offsets are there."""
+    assert like.context.cache is not None
+
+    def key(x: Tensor) -> Any:
+        return x._offset.key if type(x) is BitCenteredTensor else x.item()
+
+    operands = replace_tensors((args, tuple(kwargs.items())), key)
+    with like.context.cache.suspended():
+        result = _run(func, like, args, kwargs)
+    for i, part in enumerate(result if isinstance(result, tuple | list) else (result,)):
+        if type(part) is BitCenteredTensor and not part._offset.is_named(args):
+            part._offset.name(hash((func._schema, repr(operands), i)))
+    return result
 
 
 def _run(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
@@ -373,11 +426,22 @@ def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwarg
 
 @cache
 def _out_of_place(func: OpOverload) -> OpOverload | None:
-    """Return the operation that computes what an in-place one writes to its first argument."""
-    packet = getattr(
-        torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None
-    )
-    return getattr(packet, func._overloadname, None)
+    """Return the operation that computes what an in-place one writes to its first argument.
+
+    Overloads may be named differently (``pow_.Scalar``, ``pow.Tensor_Scalar``): arguments decide.
+    """
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    packet = getattr(torch.ops.aten, name, None)
+    overloads = [] if packet is None else packet.overloads()
+    for overload in sorted(overloads, key=lambda overload: overload != func._overloadname):
+        candidate = getattr(packet, overload)
+        if _argument_types(candidate) == _argument_types(func):
+            return candidate
+    return None
+
+
+def _argument_types(func: OpOverload) -> list[str]:
+    return [str(argument.type) for argument in func._schema.arguments]
 
 
 def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
