@@ -159,7 +159,7 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
 OFFSETS = pytest.mark.parametrize("offsets", ["on-site", "cached"])
 OPTIMIZERS: dict[str, dict[str, Any]] = {
     "SGD": {"lr": 0.1, "momentum": 0.9, "weight_decay": 0.01, "nesterov": True},
-    "Adam": {"lr": 0.01, "amsgrad": True},
+    "Adam": {"lr": 0.01},
     "AdamW": {"lr": 0.01},
     "Adagrad": {"lr": 0.1},
     "Adadelta": {},
@@ -199,25 +199,28 @@ def test_an_optimizer_that_works_on_lists_gives_the_same_bits():
 @OFFSETS
 def test_gradients_that_are_zeroed_in_place_accumulate_anew(offsets):
     """Also in inner steps with cached offsets."""
-    model = centered_model("void", offsets)
-    optimizer = halp.optim.BitCenterSVRG(model.parameters(), lr=0.1, T=3)
 
-    def closure(*_: Tensor) -> Tensor:
-        optimizer.zero_grad(set_to_none=set_to_none)
-        loss = loss_of(model)
-        loss.backward()
-        return loss
+    def deltas_with(set_to_none: bool) -> list[Tensor]:
+        model = centered_model("void", offsets)
+        optimizer = halp.optim.BitCenterSVRG(model.parameters(), lr=0.1, T=3)
 
-    deltas = []
-    for set_to_none in (True, False):
+        def closure(*_: Tensor) -> Tensor:
+            optimizer.zero_grad(set_to_none=set_to_none)
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
         optimizer.snapshot([(INPUTS, LABELS)], closure)
         for p in model.parameters():
             torch.manual_seed(p.numel())
             p.delta.copy_(1e-3 * torch.randn_like(p.delta))
-        closure()
-        deltas.append([p.grad.delta.clone() for p in model.parameters()])
+        for _ in range(2):
+            closure()
+        return [p.grad.delta.clone() for p in model.parameters()]
+
+    deltas = deltas_with(set_to_none=False), deltas_with(set_to_none=True)
     for computed, true in zip(*deltas, strict=True):
-        torch.testing.assert_close(computed, true, rtol=1e-2, atol=1e-6)
+        torch.testing.assert_close(computed, true, rtol=1e-5, atol=1e-9)
 
 
 AVERAGES: dict[str, dict[str, Any]] = {
