@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from halp.calls import call
 from halp.formats import Format
-from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.precision import Precision, RoundedCopies, Rounder
 from halp.recomputation import Region, regions_under_way, repeat_in
 from halp.recurrent import UnfusedLayers
 from halp.rounding import Scale
@@ -125,14 +125,14 @@ class Emulation(TorchDispatchMode):
         """Return a result, rounded."""
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point or id(x) in exempt:
             return x
-        result = self.rounder(as_wide(x)).to(x.dtype)
+        result = self.rounder(x)
         self._copies.remember(result)
         return result
 
     def _round_in_place(self, x: Tensor) -> None:
         self._copies.forget(x)
         if x.dtype.is_floating_point:
-            x.copy_(self.rounder(as_wide(x)))
+            x.copy_(self.rounder(x))
 
 
 def emulate(

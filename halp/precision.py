@@ -56,9 +56,15 @@ class Precision:
         return ", ".join([str(self.format), *changed])
 
     def round(self, x: Tensor, key: Key | None = None) -> Tensor:
-        """Return ``x`` (float32 or float64) on the grid, "stoc" with the bits of a stream."""
+        """Return ``x`` on the grid, "stoc" with the bits of a stream.
+
+        Raises:
+            TypeError: ``x`` is float16 or bfloat16, which does not hold the result.
+        """
         if self.rounding == "void":
             return x
+        if x.dtype not in CARRIERS:
+            return held_in(self.round(as_wide(x), key), x.dtype, self)
         bits = None
         if key is not None:
             bits = RandomBits(random_bits(x, key), CARRIERS[x.dtype].random_bits)
@@ -111,6 +117,8 @@ class Rounder:
         if self.overflowed is False:
             self.overflowed = _overflows(x)
         precision = self.precision if scale is None else replace(self.precision, scale=scale)
+        if x.dtype not in CARRIERS and precision.rounding != "void":
+            return held_in(self(as_wide(x), scale), x.dtype, precision)
         if self._fixed:
             return round_to_format(x, precision.format, self._how, precision.scale)
         if precision.rounding != "stoc":
@@ -133,7 +141,9 @@ class Rounder:
             self.overflowed = _overflows(x)
         _refuse_tracing(x)
         self._repeat_in_recomputation()
-        order = sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
+        order = list(range(x.dim()))
+        if self.precision.format.commutes_with_views:
+            order.sort(key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
         in_memory = x.permute(order)
         if not in_memory.is_contiguous():
             order, in_memory = list(range(x.dim())), x
@@ -187,8 +197,8 @@ class _Memory:
 
     def __init__(self, storage: StorageWeakRef) -> None:
         self.storage = storage
-        #: A version of the memory, and the copy; None where the values lie on the grid themselves.
-        self.copies: dict[tuple, tuple[tuple[int, int], Tensor | None]] = {}
+        #: A version of the memory, what it held, and the copy; None where that lies on the grid.
+        self.copies: dict[tuple, tuple[tuple[int, int], Tensor, Tensor | None]] = {}
 
 
 class RoundedCopies:
@@ -208,25 +218,36 @@ class RoundedCopies:
             return self._round(x, dtype)
         if x.is_contiguous():
             return self._rounded(x, x, dtype)
-        if x.dim() == 2 and x.t().is_contiguous():
+        if x.dim() == 2 and x.t().is_contiguous() and self._commutes:
             return self._rounded(x.t(), x, dtype).t()
         return self._round(x, dtype)
 
     def _rounded(self, x: Tensor, versioned: Tensor, dtype: torch.dtype) -> Tensor:
         version = (versioned._version, self._rounder.generation)
         copies = self._memory(x).copies
-        key = (x.storage_offset(), x.numel(), x.dtype, dtype)
-        known_version, copy = copies.get(key, (None, None))
-        if known_version != version:
+        key = self._place(x, dtype)
+        known = copies.get(key)
+        # What NumPy or a write through ``.data`` puts there leaves the version as it is.
+        if known is None or known[0] != version or not torch.equal(known[1], x.view(-1)):
             copy = self._round(x, dtype)
-            copies[key] = (version, copy)
-        return x if copy is None else copy.view(x.shape)
+            known = copies[key] = (version, x.detach().view(-1).clone(), copy)
+        return x if known[2] is None else known[2].view(x.shape)
+
+    @property
+    def _commutes(self) -> bool:
+        return self._rounder.precision.format.commutes_with_views
+
+    def _place(self, x: Tensor, dtype: torch.dtype) -> tuple:
+        """Return what tells a tensor from others in its memory; blocks lie along its rows."""
+        row = None if self._commutes or x.dim() == 0 else x.shape[-1]
+        return (x.storage_offset(), x.numel(), row, x.dtype, dtype)
 
     def remember(self, x: Tensor) -> None:
         """Note that ``x`` lies on the grid already."""
         if not (is_traced(x) or x.is_inference()) and x.is_contiguous():
-            key = (x.storage_offset(), x.numel(), x.dtype, x.dtype)
-            self._memory(x).copies[key] = ((x._version, self._rounder.generation), None)
+            version = (x._version, self._rounder.generation)
+            content = x.detach().view(-1).clone()
+            self._memory(x).copies[self._place(x, x.dtype)] = (version, content, None)
 
     def forget(self, x: Tensor | None = None) -> None:
         """Forget what shares memory with ``x``, which was written to; or everything."""
@@ -246,7 +267,25 @@ class RoundedCopies:
         return memory
 
     def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._rounder.copy(as_wide(x)).to(dtype)
+        copy = self._rounder.copy(as_wide(x))
+        return (
+            copy.to(dtype) if dtype in CARRIERS else held_in(copy, dtype, self._rounder.precision)
+        )
+
+
+def held_in(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
+    """Return rounded values in a narrower dtype.
+
+    Raises:
+        TypeError: it does not hold them.
+    """
+    narrow = x.to(dtype)
+    if not torch.equal(narrow.to(x.dtype).nan_to_num(), x.nan_to_num()):
+        raise TypeError(
+            f"{dtype} does not hold the values of {precision}: keep the model in torch.float32, in "
+            "which low precision is emulated"
+        )
+    return narrow
 
 
 def as_wide(x: Tensor) -> Tensor:

@@ -86,7 +86,7 @@ class Offset:
             return rounder.copy(tensor).to(dtype)
         version = (0 if tensor.is_inference() else tensor._version, rounder.generation)
         if self._low is None or self._low_version != version or self._low.dtype != dtype:
-            if self._view is not None:
+            if self._view is not None and context.precision.format.commutes_with_views:
                 base, view, _ = self._view
                 self._low = view(base.low(context, dtype))
             else:

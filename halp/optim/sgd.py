@@ -49,8 +49,6 @@ class Emulated(LowPrecision):
         **options: Any,
     ) -> None:
         self.rounder = Rounder(Precision(format, rounding, scale, seed=seed))  # type: ignore[arg-type]
-        #: Versions of the parameters that are known to lie on the grid.
-        self._on_grid: dict[Tensor, int] = {}
         super().__init__(*args, **options)
 
     def _rounder(self, p: Tensor) -> Rounder:
@@ -70,23 +68,19 @@ class Emulated(LowPrecision):
                     p.grad = self.rounder(p.grad)
         return loss
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        super()._update(group, parameters, gradients)
-        for p in parameters:
-            self._on_grid[p] = p._version
-
     @torch.no_grad()
     def _put_on_grid(self) -> None:
-        """Round parameters that something else has written to: to nearest, whatever the mode."""
-        precision = self.rounder.precision
-        if precision.rounding == "void":
+        """Round parameters that something else has written to: to nearest, whatever the mode.
+
+        Rounded ones stay as they are. Which have been written to, no version tells for sure: NumPy
+        and writes through ``.data`` leave it alone.
+        """
+        if self.rounder.precision.rounding == "void":
             return
         for p in self._parameters():
-            if self._on_grid.get(p) != p._version:
-                p.copy_(precision.nearest(p))
-                self._on_grid[p] = p._version
+            rounded = self.rounder.precision.nearest(p)
+            if not torch.equal(rounded, p):
+                p.copy_(rounded)
 
     def _solver_state(self) -> dict[str, Any]:
         return {**super()._solver_state(), "stream_position": self.rounder.position}
