@@ -8,8 +8,8 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import NoReturn, TypeVar
 
 from halp import formats
+from halp.data.messages import quoted
 from halp.grid import ROUNDINGS
-from halp.messages import quoted
 
 N = TypeVar("N", int, float)
 

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from flags import Parser, UsageError
 from halp.data import DataError
-from halp.messages import quoted
+from halp.data.messages import quoted
 from paper_claims import Claim
 from paper_experiments import EXPERIMENTS, Experiment
 from paper_figures import write_figure

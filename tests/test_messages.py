@@ -1,6 +1,6 @@
 """Messages stay short, whatever they quote."""
 
-from halp.messages import in_one_line, quoted
+from halp.data.messages import in_one_line, quoted
 
 
 def test_what_is_short_is_quoted_whole():

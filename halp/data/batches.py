@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError
-from halp.messages import quoted
+from halp.data.messages import quoted
 
 Transform: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 """Maps inputs and labels of a batch to those that are yielded; draws only from the generator."""

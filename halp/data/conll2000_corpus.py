@@ -17,7 +17,7 @@ import numpy
 from halp.data.conll2000 import RESERVED, UNKNOWN, TaggedCorpus, TaggedWords
 from halp.data.dataset import DataError
 from halp.data.fetching import FETCHING_ERRORS, reason_of
-from halp.messages import in_one_line, quoted
+from halp.data.messages import in_one_line, quoted
 
 CORPUS, CORPUS_FILES = "corpora/conll2000", ("train.txt", "test.txt")
 TAGSET, TAGSET_FILES = "taggers/universal_tagset", ("en-ptb.map",)

@@ -6,7 +6,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
-from halp.messages import in_one_line
+from halp.data.messages import in_one_line
 
 # What torchvision and nltk raise for a failed download, an unreadable folder, and a damaged file.
 FETCHING_ERRORS = (

@@ -17,7 +17,7 @@ import numpy
 
 from halp.data.dataset import DataError
 from halp.data.fetching import reason_of
-from halp.messages import quoted
+from halp.data.messages import quoted
 
 
 def load_pickle(file: Path) -> Any:

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
-from halp.messages import quoted
+from halp.data.messages import quoted
 from halp.optim.preserve import RandomState, generators_of
 from halp.training.checkpoints import LOADING_ERRORS, CheckpointError
 from halp.training.durable import (

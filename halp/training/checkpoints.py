@@ -16,7 +16,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
-from halp.messages import quoted
+from halp.data.messages import quoted
 from halp.optim.base import Solver
 from halp.training.durable import reason, remove_unfinished, write_whole
 
