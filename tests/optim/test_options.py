@@ -223,7 +223,7 @@ def test_a_closure_may_return_a_number_or_nothing(solver):
 def test_parameters_that_were_assigned_anew_are_named_as_a_cause(solver):
     run = Run(solver, linear(), regression())
     state = {k: v.clone() for k, v in run.model.state_dict().items()}
-    run.torch.nn.Module.load_state_dict(halp.to_plain(model), state, assign=True)
+    halp.to_plain(run.model).load_state_dict(state, assign=True)
     with pytest.raises(ValueError, match=r"assign=True.*make a new solver"):
         run.snapshot()
 
@@ -232,7 +232,7 @@ def test_parameters_that_were_assigned_anew_are_named_as_a_cause(solver):
 def test_plain_parameters_that_were_assigned_are_told_how_they_come_about(solver):
     run = Run(solver, linear(), regression())
     state = {k: v.clone() for k, v in run.model.state_dict().items()}
-    run.torch.nn.Module.load_state_dict(halp.to_plain(model), state, assign=True)
+    halp.to_plain(run.model).load_state_dict(state, assign=True)
     optimizer = getattr(halp.optim, solver)(run.model.parameters(), lr=0.1, T=3)
     with pytest.raises(TypeError, match=r"bit_center\(model\).*again where .*assign=True"):
         optimizer.snapshot(regression(), run.closure)
