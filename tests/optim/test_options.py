@@ -224,7 +224,7 @@ def test_parameters_that_were_assigned_anew_are_named_as_a_cause(solver):
     run = Run(solver, linear(), regression())
     state = {k: v.clone() for k, v in run.model.state_dict().items()}
     halp.to_plain(run.model).load_state_dict(state, assign=True)
-    with pytest.raises(ValueError, match=r"assign=True.*make a new solver"):
+    with pytest.raises((TypeError, ValueError), match=r"assign=True"):
         run.snapshot()
 
 
