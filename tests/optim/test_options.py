@@ -219,20 +219,27 @@ def test_a_closure_may_return_a_number_or_nothing(solver):
 # Parameters that a model no longer has.
 
 
+def assign_anew(model: nn.Module) -> None:
+    """Put plain parameters in the place of a model's, as ``load_state_dict(assign=True)`` does.
+
+    A bit-centered model refuses that itself, but not an assignment by hand.
+    """
+    for name, p in list(model.named_parameters()):
+        setattr(model, name, nn.Parameter(halp.value(p)))
+
+
 @pytest.mark.parametrize("solver", ["SVRG", "BitCenterSVRG"])
 def test_parameters_that_were_assigned_anew_are_named_as_a_cause(solver):
     run = Run(solver, linear(), regression())
-    state = {k: v.clone() for k, v in run.model.state_dict().items()}
-    halp.to_plain(run.model).load_state_dict(state, assign=True)
-    with pytest.raises((TypeError, ValueError), match=r"assign=True"):
+    assign_anew(run.model)
+    with pytest.raises(ValueError, match=r"assign=True.*make a new solver"):
         run.snapshot()
 
 
 @pytest.mark.parametrize("solver", BIT_CENTERED)
 def test_plain_parameters_that_were_assigned_are_told_how_they_come_about(solver):
     run = Run(solver, linear(), regression())
-    state = {k: v.clone() for k, v in run.model.state_dict().items()}
-    halp.to_plain(run.model).load_state_dict(state, assign=True)
+    assign_anew(run.model)
     optimizer = getattr(halp.optim, solver)(run.model.parameters(), lr=0.1, T=3)
     with pytest.raises(TypeError, match=r"bit_center\(model\).*again where .*assign=True"):
         optimizer.snapshot(regression(), run.closure)
