@@ -14,7 +14,8 @@ def test_rounding_a_parameter_says_how_to_take_its_value():
     layer = halp.bit_center(nn.Linear(4, 3))
     with pytest.raises(NotImplementedError, match=r"take halp\.value\(t\)"):
         halp.quantize(layer.weight, "fp8_e4m3")
-    expected = halp.quantize(halp.value(layer.weight), "fp8_e4m3")
+    layer.weight.delta.fill_(0.25)
+    expected = halp.quantize(layer.weight.offset + 0.25, "fp8_e4m3")
     assert torch.equal(halp.quantize(halp.value(layer.weight), "fp8_e4m3"), expected)
 
 
