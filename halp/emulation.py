@@ -1,6 +1,5 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -10,7 +9,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halp.calls import call
+from halp.calls import call, not_emulated, own_arithmetic
 from halp.formats import Format
 from halp.precision import Precision, RoundedCopies, Rounder
 from halp.recomputation import Region, regions_under_way, repeat_in
@@ -25,16 +24,14 @@ _EXEMPT = frozenset({"running_mean", "running_var", "total_weight"})
 class Emulation(TorchDispatchMode):
     """The context manager that :func:`emulate` returns; ``rounder`` keeps the stream position."""
 
-    #: Whether this thread is inside an emulated operation, which outer blocks must leave alone.
-    _inside = threading.local()
-
     def __init__(self, rounder: Rounder) -> None:
         super().__init__()
         self.rounder = rounder
         self._copies = RoundedCopies(rounder)
         self._layers = UnfusedLayers()
-        #: The checkpointed regions that the block lies in, and how often it has been entered.
+        #: The checkpointed regions that the block lies in.
         self._around: list[Region] = []
+        #: How often the block has been entered, and how many regions of it are being recomputed.
         self._depth = 0
         self._repeats = 0
 
@@ -43,7 +40,7 @@ class Emulation(TorchDispatchMode):
     ) -> Any:
         kwargs = kwargs or {}
         skips = func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        if skips or getattr(self._inside, "operation", False) or not self._applies():
+        if skips or own_arithmetic.is_running or not self._applies():
             return func(*args, **kwargs)
         for t in types:
             if hasattr(t, "__tensor_flatten__"):
@@ -51,11 +48,8 @@ class Emulation(TorchDispatchMode):
                     f"emulate() rounds plain models; a {t.__name__} among the operands of {func} "
                     "does its own arithmetic: leave the emulate block, or halp.to_plain(model)"
                 )
-        self._inside.operation = True
-        try:
+        with not_emulated():  # outer blocks leave it alone
             return self._run(func, args, kwargs)
-        finally:
-            self._inside.operation = False
 
     def _applies(self) -> bool:
         """Whether to round: not in the recomputation of what ran outside of the block.
@@ -73,13 +67,11 @@ class Emulation(TorchDispatchMode):
     @contextmanager
     def _again(self) -> Iterator[None]:
         """Within the block, a region is recomputed that ran inside of this one."""
+        # PyTorch leaves dispatch modes on in a backward pass, and function modes off.
         self._repeats += 1
         try:
-            if self._depth:
+            with UnfusedLayers() if self._depth else self:
                 yield
-            else:
-                with self:
-                    yield
         finally:
             self._repeats -= 1
 

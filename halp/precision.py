@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
 from functools import partial
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from halp.fingerprints import checksum
 from halp.formats import Format
 from halp.grid import CARRIERS, RandomBits, Rounding
 from halp.random_bits import Key, is_traced, random_bits, stream_key
-from halp.recomputation import regions_under_way, repeat_in, skips_operations
+from halp.recomputation import regions_under_way, repeat_in, repeats_every_operation
 from halp.rounding import Scale, check_rounding, check_scale, in_range, round_to_format
 
 
@@ -156,11 +157,12 @@ class Rounder:
         if not regions:
             return
         again = partial(self._again, self.position, self._start)
-        if repeat_in(again, self, regions) and skips_operations(regions):
+        if repeat_in(again, self, regions) and not repeats_every_operation(regions):
             raise NotImplementedError(
-                "stochastic rounding cannot be repeated by selective activation checkpointing, "
-                "which skips operations in its recomputation: leave out its context_fn, or round "
-                "to nearest"
+                "stochastic rounding of every operation cannot be repeated by this activation "
+                "checkpointing, which recomputes by other operations than those that ran: use "
+                "checkpoint(..., use_reentrant=False) without a selective context_fn, or round to "
+                "nearest"
             )
 
     @contextmanager
@@ -190,6 +192,27 @@ def _overflows(x: Tensor) -> bool:
     return not (-math.inf < low.item() and high.item() < math.inf)
 
 
+class _Known(NamedTuple):
+    """What is known of a tensor.
+
+    Versions would miss what NumPy or a write through ``.data`` puts there: its bits are compared.
+    """
+
+    generation: int
+    bits: Tensor
+    #: The rounded copy; None where the values lie on the grid themselves.
+    copy: Tensor | None
+
+    def holds(self, x: Tensor, generation: int) -> bool:
+        """Whether the memory of ``x`` holds what it held."""
+        return generation == self.generation and torch.equal(self.bits, _bits_of(x))
+
+
+def _bits_of(x: Tensor) -> Tensor:
+    """Return contiguous memory as integers, which tell −0 from 0 and one NaN is equal to itself."""
+    return x.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
+
+
 class _Memory:
     """What is known of the tensors in one piece of memory, by place, size and dtypes."""
 
@@ -197,12 +220,11 @@ class _Memory:
 
     def __init__(self, storage: StorageWeakRef) -> None:
         self.storage = storage
-        #: A version of the memory, what it held, and the copy; None where that lies on the grid.
-        self.copies: dict[tuple, tuple[tuple[int, int], Tensor, Tensor | None]] = {}
+        self.copies: dict[tuple, _Known] = {}
 
 
 class RoundedCopies:
-    """Rounded copies of plain tensors, each remembered while its memory lives unchanged.
+    """Rounded copies of plain tensors, each remembered while its memory holds the same bits.
 
     A step reads its inputs and parameters several times, also transposed: what is remembered is
     the memory that they occupy. Each is rounded once, then, also where rounding is random.
@@ -217,21 +239,18 @@ class RoundedCopies:
         if is_traced(x) or x.is_inference():
             return self._round(x, dtype)
         if x.is_contiguous():
-            return self._rounded(x, x, dtype)
+            return self._rounded(x, dtype)
         if x.dim() == 2 and x.t().is_contiguous() and self._commutes:
-            return self._rounded(x.t(), x, dtype).t()
+            return self._rounded(x.t(), dtype).t()
         return self._round(x, dtype)
 
-    def _rounded(self, x: Tensor, versioned: Tensor, dtype: torch.dtype) -> Tensor:
-        version = (versioned._version, self._rounder.generation)
-        copies = self._memory(x).copies
-        key = self._place(x, dtype)
-        known = copies.get(key)
-        # What NumPy or a write through ``.data`` puts there leaves the version as it is.
-        if known is None or known[0] != version or not torch.equal(known[1], x.view(-1)):
+    def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
+        copies, place = self._memory(x).copies, self._place(x, dtype)
+        known = copies.get(place)
+        if known is None or not known.holds(x, self._rounder.generation):
             copy = self._round(x, dtype)
-            known = copies[key] = (version, x.detach().view(-1).clone(), copy)
-        return x if known[2] is None else known[2].view(x.shape)
+            known = copies[place] = _Known(self._rounder.generation, _bits_of(x).clone(), copy)
+        return x if known.copy is None else known.copy.view(x.shape)
 
     @property
     def _commutes(self) -> bool:
@@ -245,9 +264,8 @@ class RoundedCopies:
     def remember(self, x: Tensor) -> None:
         """Note that ``x`` lies on the grid already."""
         if not (is_traced(x) or x.is_inference()) and x.is_contiguous():
-            version = (x._version, self._rounder.generation)
-            content = x.detach().view(-1).clone()
-            self._memory(x).copies[self._place(x, x.dtype)] = (version, content, None)
+            known = _Known(self._rounder.generation, _bits_of(x).clone(), None)
+            self._memory(x).copies[self._place(x, x.dtype)] = known
 
     def forget(self, x: Tensor | None = None) -> None:
         """Forget what shares memory with ``x``, which was written to; or everything."""
@@ -268,9 +286,9 @@ class RoundedCopies:
 
     def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         copy = self._rounder.copy(as_wide(x))
-        return (
-            copy.to(dtype) if dtype in CARRIERS else held_in(copy, dtype, self._rounder.precision)
-        )
+        if dtype in CARRIERS:
+            return copy.to(dtype)
+        return held_in(copy, dtype, self._rounder.precision)
 
 
 def held_in(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:

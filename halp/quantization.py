@@ -1,16 +1,17 @@
 """Rounding inside a model: values in the forward pass, gradients in the backward pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halp.calls import not_emulated
 from halp.formats import Format
 from halp.precision import Precision, as_wide
-from halp.random_bits import stream_key
+from halp.random_bits import is_traced, stream_key
 from halp.recomputation import regions_under_way, repeat_in
 
 
@@ -107,20 +108,22 @@ class _StraightThrough(torch.autograd.Function):
         clip: bool,
     ) -> Tensor:
         ctx.backward_precision, ctx.clip = backward, clip
-        wide = as_wide(x)
-        inside = precision.in_range(wide) if clip else None
+        with nullcontext() if is_traced(x) else not_emulated():
+            wide = as_wide(x)
+            inside = precision.in_range(wide) if clip else None
+            rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
         ctx.save_for_backward(stream, call, inside)
-        rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
         return rounded.clone() if precision.rounding == "void" else rounded
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         stream, call, inside = ctx.saved_tensors
-        if inside is not None:
-            gradient = torch.where(inside, gradient, 0)
-        if ctx.backward_precision is not None:
-            wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
-            gradient = wide.to(gradient.dtype)
+        with nullcontext() if is_traced(gradient) else not_emulated():
+            if inside is not None:
+                gradient = torch.where(inside, gradient, 0)
+            if ctx.backward_precision is not None:
+                wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
+                gradient = wide.to(gradient.dtype)
         return gradient, None, None, None, None, None
 
 

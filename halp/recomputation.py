@@ -18,6 +18,8 @@ _MODULE = CheckpointFunction.__module__
 #: The code of functions that checkpointing with ``use_reentrant=True`` runs a region in.
 _REENTRANT_FORWARD = CheckpointFunction.forward.__code__
 _REENTRANT_BACKWARD = CheckpointFunction.backward.__code__
+#: Where it keeps what runs a region again.
+_REENTRANT = "run_function"
 
 
 class Region(NamedTuple):
@@ -78,7 +80,7 @@ def _reentrant_regions() -> Iterator[Region]:
     frame = sys._getframe(1)
     while frame is not None:
         if frame.f_code is _REENTRANT_FORWARD:
-            yield Region(frame.f_locals["ctx"], "run_function")
+            yield Region(frame.f_locals["ctx"], _REENTRANT)
         elif frame.f_code is _REENTRANT_BACKWARD:
             if torch.is_grad_enabled():  # in the region, not in the backward pass after it
                 yield Region(frame.f_locals["ctx"], None)
@@ -122,12 +124,17 @@ def repeat_in(
     return new
 
 
-def skips_operations(regions: list[Region]) -> bool:
-    """Whether a region keeps the results of some operations, and will repeat only the others."""
-    return any(
-        type(_variable(run, "recompute_context")).__module__ == _MODULE
+def repeats_every_operation(regions: list[Region]) -> bool:
+    """Whether recomputing these regions runs the operations that ran, each of them.
+
+    Selective checkpointing keeps the results of some. With ``use_reentrant=True`` a region runs
+    without autograd first, where PyTorch leaves out copies that it makes with it.
+    """
+    return not any(
+        name == _REENTRANT
+        or type(_variable(getattr(keeper, name), "recompute_context")).__module__ == _MODULE
         for keeper, name in regions
-        if name is not None and isinstance(run := getattr(keeper, name), _Recomputation)
+        if name is not None
     )
 
 

@@ -55,13 +55,37 @@ def test_blocks_lie_along_the_rows_of_the_operand_whatever_was_read_before(w, vi
             w + 0
         assert torch.equal(view(w) + 0, expected)
         computed = w + 0
-        assert torch.equal(view(computed) + 0, halp_quantized(view(computed)))
+        assert torch.equal(view(computed) + 0, halp.quantize(view(computed), "mxfp4"))
 
 
-def halp_quantized(x: torch.Tensor) -> torch.Tensor:
-    """Round outside of the block that is active."""
-    with torch.utils._python_dispatch._disable_current_modes():
-        return halp.quantize(x, "mxfp4")
+@pytest.mark.parametrize("rounding", ["near", "stoc"])
+@pytest.mark.parametrize("name", ["fp8_e4m3", "fixed8", "mxfp4", "bf16"])
+def test_rounding_inside_a_block_is_one_operation(w, name, rounding):
+    """Its own arithmetic is not emulated, forward or backward."""
+    torch.manual_seed(0)
+    layer = halp.Quantize(halp.Precision(name, rounding), name)
+    x, upstream = w.clone().requires_grad_(), w.flip(0)
+
+    def rounded() -> list[torch.Tensor]:
+        layer.calls.zero_()
+        y = layer(x)
+        (gradient,) = torch.autograd.grad(y, x, upstream)
+        return [halp.quantize(w, name, rounding, seed=3), y.detach(), gradient]
+
+    expected = rounded()
+    with halp.emulate("fp4_e2m1"):
+        found = rounded()
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
+
+
+def test_a_refill_that_changes_signs_of_zeros_alone_is_seen():
+    buffer = numpy.zeros(2, numpy.float32)
+    x = torch.from_numpy(buffer)
+    with halp.emulate("bf16"):
+        assert not (x * 1).signbit().any()
+        buffer[:] = -0.0
+        assert (x * 1).signbit().all()
 
 
 @pytest.mark.parametrize("solver", ["LPSGD", "LPSVRG"])
