@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from halp.bitcenter.cache import OffsetCache
-from halp.bitcenter.dispatch import assign
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.tensor import BitCenteredTensor
+from halp.bitcenter.writes import assign
 from halp.formats import Format
 from halp.precision import Precision
 from halp.recurrent import unfuse

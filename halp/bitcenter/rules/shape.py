@@ -9,10 +9,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.cache import KeptOffset, Recipe, Source
-from halp.bitcenter.dispatch import assign, register_handler
+from halp.bitcenter.dispatch import register_handler
 from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Offset
 from halp.bitcenter.replay import kept_constant
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
+from halp.bitcenter.writes import assign
 from halp.calls import call
 from halp.random_bits import is_traced
 
