@@ -9,6 +9,7 @@ from typing import NoReturn, TypeVar
 
 from halp import formats
 from halp.grid import ROUNDINGS
+from halp.messages import quoted
 
 N = TypeVar("N", int, float)
 
@@ -88,7 +89,7 @@ def interval(text: str) -> str:
         count(text.removesuffix("e"))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"it must be a number of steps, as in 500, or of epochs, as in 2e, not {text!r}"
+            f"it must be a number of steps, as in 500, or of epochs, as in 2e, not {quoted(text)}"
         ) from None
     return text
 
@@ -97,7 +98,7 @@ def _number(kind: Callable[[str], N], text: str, wanted: str) -> N:
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {quoted(text)}") from None
 
 
 def format_name(text: str) -> str:
@@ -111,5 +112,7 @@ def format_name(text: str) -> str:
 def rounding(text: str) -> str:
     """Read a rounding mode."""
     if text not in ROUNDINGS:
-        raise argparse.ArgumentTypeError(f"unknown rounding {text!r}: choose {any_of(ROUNDINGS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown rounding {quoted(text)}: choose {any_of(ROUNDINGS)}"
+        )
     return text

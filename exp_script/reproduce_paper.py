@@ -20,6 +20,7 @@ from pathlib import Path
 
 from flags import Parser, UsageError
 from halp.data import DataError
+from halp.messages import quoted
 from paper_claims import Claim
 from paper_experiments import EXPERIMENTS, Experiment
 from paper_figures import write_figure
@@ -107,7 +108,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
 def _seed(text: str) -> int:
     if not (text.isascii() and text.isdecimal() and int(text) < 2**31):
         raise argparse.ArgumentTypeError(
-            f"it must be a whole number in 0 ... {2**31 - 1}, not {text!r}"
+            f"it must be a whole number in 0 ... {2**31 - 1}, not {quoted(text)}"
         )
     return int(text)
 

@@ -1,6 +1,8 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
 import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -11,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from halp.calls import call
 from halp.formats import Format
 from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.recomputation import Region, regions_under_way, repeat_in
 from halp.recurrent import UnfusedLayers
 from halp.rounding import Scale
 
@@ -30,13 +33,17 @@ class Emulation(TorchDispatchMode):
         self.rounder = rounder
         self._copies = RoundedCopies(rounder)
         self._layers = UnfusedLayers()
+        #: The checkpointed regions that the block lies in, and how often it has been entered.
+        self._around: list[Region] = []
+        self._depth = 0
+        self._repeats = 0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         skips = func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        if skips or getattr(self._inside, "operation", False):
+        if skips or getattr(self._inside, "operation", False) or not self._applies():
             return func(*args, **kwargs)
         for t in types:
             if hasattr(t, "__tensor_flatten__"):
@@ -49,6 +56,32 @@ class Emulation(TorchDispatchMode):
             return self._run(func, args, kwargs)
         finally:
             self._inside.operation = False
+
+    def _applies(self) -> bool:
+        """Whether to round: not in the recomputation of what ran outside of the block.
+
+        A checkpointed region that runs inside is recomputed as part of the block, wherever the
+        backward pass is.
+        """
+        regions = regions_under_way()
+        if not regions:
+            return True
+        inside = [region for region in regions if region not in self._around]
+        repeat_in(self._again, self, inside)
+        return self._repeats > 0 or all(region.name is not None for region in inside)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Within the block, a region is recomputed that ran inside of this one."""
+        self._repeats += 1
+        try:
+            if self._depth:
+                yield
+            else:
+                with self:
+                    yield
+        finally:
+            self._repeats -= 1
 
     def _run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         roles = _roles(func)
@@ -74,11 +107,16 @@ class Emulation(TorchDispatchMode):
         return self._leave(result, exempt)
 
     def __enter__(self) -> "Emulation":
+        if self._depth == 0:
+            self._around = regions_under_way()
+            self.rounder.new_step()
+        self._depth += 1
         self._layers.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._depth -= 1
         self._layers.__exit__(*exception)
         self._copies.forget()  # also lets parameters be swapped, which weak references would forbid
         super().__exit__(*exception)
@@ -110,7 +148,9 @@ def emulate(
     each operation is one simulated kernel, which reads low-precision operands, computes in the wide
     dtype of its tensors and rounds each result once. Of the backward pass too, if ``backward()``
     runs inside the block. Views, integers, and the running statistics of normalizations stay as
-    they are; the parameters themselves are rounded only where an operation writes to them.
+    they are; the parameters themselves are rounded only where an operation writes to them. What
+    activation checkpointing recomputes is computed as it was the first time, wherever
+    ``backward()`` runs.
 
     Args:
         format: a name or a format.

@@ -1,16 +1,21 @@
 """What a low-precision computation rounds to, and the sequence of its roundings."""
 
 import math
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
+from functools import partial
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halp import formats
+from halp.fingerprints import checksum
 from halp.formats import Format
 from halp.grid import CARRIERS, RandomBits, Rounding
 from halp.random_bits import Key, is_traced, random_bits, stream_key
+from halp.recomputation import regions_under_way, repeat_in, skips_operations
 from halp.rounding import Scale, check_rounding, check_scale, in_range, round_to_format
 
 
@@ -73,9 +78,9 @@ class Precision:
 class Rounder:
     """Rounds one tensor after another to a precision, each with random bits of its own.
 
-    ``position`` counts the stochastic roundings done: setting it back repeats them bit for bit.
-    ``generation`` counts what makes remembered copies stale, so that what a step draws does not
-    depend on the steps before it.
+    ``position`` counts the stochastic roundings done, and steps: setting it back repeats them bit
+    for bit, as activation checkpointing does for what it recomputes. ``generation`` counts what
+    makes remembered copies stale, so that what a step draws does not depend on steps before it.
     """
 
     def __init__(self, precision: Precision) -> None:
@@ -84,14 +89,19 @@ class Rounder:
         self.generation = 0
         #: Whether NaN or infinity came by; None where nobody asks.
         self.overflowed: bool | None = None
+        #: The position that the step itself has taken: random bits of copies come from it.
+        self._start = 0
         #: How to round where nothing random is needed.
         self._fixed = precision.rounding not in ("stoc", "void")
         self._how = Rounding(precision.rounding, precision.overflow)
 
-    def new_step(self) -> None:
-        """Start a training step: rounded copies from earlier ones no longer count if random."""
+    def new_step(self, *, keeps_copies: bool = False) -> None:
+        """Start a training step: random copies from earlier ones no longer count."""
         if self.precision.rounding == "stoc":
-            self.generation += 1
+            self._repeat_in_recomputation()
+            self._start = self.position
+            self.position += 1
+            self.generation += not keeps_copies
 
     def __call__(self, x: Tensor, scale: float | None = None) -> Tensor:
         """Return ``x`` (float32 or float64) on the grid; ``x`` itself where nothing is rounded.
@@ -103,17 +113,63 @@ class Rounder:
         precision = self.precision if scale is None else replace(self.precision, scale=scale)
         if self._fixed:
             return round_to_format(x, precision.format, self._how, precision.scale)
-        key = None
-        if precision.rounding == "stoc":
-            if is_traced(x):
-                raise NotImplementedError(
-                    "stochastic rounding of a bit-centered or emulated model cannot be compiled "
-                    "yet: every step would reuse the same random bits; use rounding='near', or run "
-                    "it eagerly"
-                )
-            key = stream_key(precision.seed, self.position)
-            self.position += 1
+        if precision.rounding != "stoc":
+            return precision.round(x)
+        _refuse_tracing(x)
+        self._repeat_in_recomputation()
+        key = stream_key(precision.seed, self.position)
+        self.position += 1
         return precision.round(x, key)
+
+    def copy(self, x: Tensor) -> Tensor:
+        """Return ``x`` on the grid as an operand that may be read more than once in a step.
+
+        Random bits are then those of its values, in memory's order: whoever reads the same values
+        again in this step, also transposed, reads the same copy of them.
+        """
+        if self.precision.rounding != "stoc":
+            return self(x)
+        if self.overflowed is False:
+            self.overflowed = _overflows(x)
+        _refuse_tracing(x)
+        self._repeat_in_recomputation()
+        order = sorted(range(x.dim()), key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
+        in_memory = x.permute(order)
+        if not in_memory.is_contiguous():
+            order, in_memory = list(range(x.dim())), x
+        key = stream_key(self.precision.seed, self._start, checksum(in_memory))
+        rounded = self.precision.round(in_memory, key)
+        return rounded.permute([order.index(d) for d in range(x.dim())])
+
+    def _repeat_in_recomputation(self) -> None:
+        regions = regions_under_way()
+        if not regions:
+            return
+        again = partial(self._again, self.position, self._start)
+        if repeat_in(again, self, regions) and skips_operations(regions):
+            raise NotImplementedError(
+                "stochastic rounding cannot be repeated by selective activation checkpointing, "
+                "which skips operations in its recomputation: leave out its context_fn, or round "
+                "to nearest"
+            )
+
+    @contextmanager
+    def _again(self, position: int, start: int) -> Iterator[None]:
+        """Within the block, what was drawn from a position on is drawn once more."""
+        now = self.position, self._start
+        self.position, self._start = position, start
+        try:
+            yield
+        finally:
+            self.position, self._start = now
+
+
+def _refuse_tracing(x: Tensor) -> None:
+    if is_traced(x):
+        raise NotImplementedError(
+            "stochastic rounding of a bit-centered or emulated model cannot be compiled yet: every "
+            "step would reuse the same random bits; use rounding='near', or run it eagerly"
+        )
 
 
 def _overflows(x: Tensor) -> bool:
@@ -190,7 +246,7 @@ class RoundedCopies:
         return memory
 
     def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        return self._rounder(as_wide(x)).to(dtype)
+        return self._rounder.copy(as_wide(x)).to(dtype)
 
 
 def as_wide(x: Tensor) -> Tensor:

@@ -1,5 +1,8 @@
 """Rounding inside a model: values in the forward pass, gradients in the backward pass."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
@@ -8,6 +11,7 @@ from torch import Tensor, nn
 from halp.formats import Format
 from halp.precision import Precision, as_wide
 from halp.random_bits import stream_key
+from halp.recomputation import regions_under_way, repeat_in
 
 
 class Quantize(nn.Module):
@@ -16,7 +20,8 @@ class Quantize(nn.Module):
     The gradient of rounding is taken to be 1 (the straight-through estimator: Y. Bengio et al.,
     arXiv 1308.3432). Stochastic rounding draws new bits at every call; they are decided by
     PyTorch's global generator when the module is made, by the precision's seed, and by the count of
-    calls, which is part of the module's state.
+    calls, which is part of the module's state. A call that activation checkpointing recomputes is
+    repeated with its own bits.
 
     Args:
         forward: what values are rounded to: a format, its name, or a :class:`halp.Precision` that
@@ -56,6 +61,8 @@ class Quantize(nn.Module):
             raise TypeError(f"Quantize takes a floating-point tensor, not {x.dtype}")
         call = self.calls
         if self._is_random:
+            if not torch.compiler.is_compiling():
+                repeat_in(partial(self._again, call), self, regions_under_way())
             self.calls = call + 1  # never in place: compiled code may read it again in backward
         return _StraightThrough.apply(
             x,
@@ -65,6 +72,15 @@ class Quantize(nn.Module):
             self.backward_precision,
             self.clip_gradient,
         )
+
+    @contextmanager
+    def _again(self, call: Tensor) -> Iterator[None]:
+        """Within the block, activation checkpointing repeats calls from this one on."""
+        now, self.calls = self.calls, call
+        try:
+            yield
+        finally:
+            self.calls = now
 
     @property
     def _is_random(self) -> bool:

@@ -233,7 +233,25 @@ def _is_derived(func: OpOverload) -> bool:
     )
 
 
+#: What would do in the place of operations without a rule, by how their names begin.
+_INSTEAD = {
+    "aten.view.dtype": (
+        "a bit-centered tensor cannot be rounded, nor read as bits: its deltas are in low "
+        "precision already; take halp.value(t), which is plain, and leave halp.Quantize out of "
+        "bit-centered models"
+    ),
+    "aten._scaled_dot_product": (
+        "fused attention has no delta rule; run forward and backward pass in PyTorch's "
+        "mathematical form of it, which has: with torch.nn.attention.sdpa_kernel("
+        "torch.nn.attention.SDPBackend.MATH)"
+    ),
+}
+
+
 def _no_rule(func: OpOverload) -> NotImplementedError:
+    for name, instead in _INSTEAD.items():
+        if str(func).startswith(name):
+            return NotImplementedError(f"{func}: {instead}")
     return NotImplementedError(
         f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
         f"halp.bitcenter.register_rule(torch.ops.{func})"
@@ -305,9 +323,10 @@ def _handler_of(rule: Callable) -> Handler:
                 for part, delta in zip(offset(), result, strict=True)
             )
         if deferred:
-            return _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
-        wrapped = wrap(offset(), result, like)
-        wrapped.decision = decision
+            wrapped = _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
+        else:
+            wrapped = wrap(offset(), result, like)
+        wrapped.decision = decision  # in a backward pass too: it may repeat a forward one
         return wrapped
 
     return handler

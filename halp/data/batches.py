@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError
+from halp.messages import quoted
 
 Transform: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 """Maps inputs and labels of a batch to those that are yielded; draws only from the generator."""
@@ -39,8 +40,8 @@ class Batches:
             extra iteration (``optimizer.snapshot`` does) leaves later batches unchanged.
 
     Raises:
-        DataError: no rows, differing numbers of rows, a batch size below 1, or an input
-            that is NaN or infinite (the batch, in file order, and the row are named).
+        DataError: no rows, differing numbers of rows, a batch size below 1, or an input or a
+            label that is NaN or infinite (the batch, in file order, and the row are named).
     """
 
     def __init__(
@@ -52,13 +53,17 @@ class Batches:
         seed: int = 0,
         transform: Transform | None = None,
     ) -> None:
-        if batch_size < 1:
-            raise DataError(f"the batch size must be at least 1, not {batch_size}")
+        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
+            raise DataError(f"the batch size must be a whole number from 1, not {batch_size!r}")
+        for what, tensor in (("inputs", inputs), ("labels", labels)):
+            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
+                raise DataError(f"the {what} must be a tensor of rows, not {quoted(tensor)}")
         if len(inputs) != len(labels):
             raise DataError(f"there are {len(inputs)} inputs but {len(labels)} labels")
         if len(labels) == 0:
             raise DataError("there are no samples to cut into batches")
-        _check_finite(inputs, batch_size)
+        _check_finite("inputs", inputs, batch_size)
+        _check_finite("labels", labels, batch_size)
         self.inputs = inputs
         self.labels = labels
         self.batch_size = batch_size
@@ -89,16 +94,16 @@ class Batches:
         return ((self.inputs[chosen], self.labels[chosen]) for chosen in rows)
 
 
-def _check_finite(inputs: Tensor, batch_size: int) -> None:
-    if not inputs.is_floating_point():
+def _check_finite(what: str, rows: Tensor, batch_size: int) -> None:
+    if not rows.is_floating_point():
         return
-    finite = inputs.isfinite()
+    finite = rows.isfinite()
     if finite.all():
         return
-    row = int(finite.flatten(1).all(1).logical_not().nonzero()[0])
-    values = inputs[row][~finite[row]]
+    row = int(finite.reshape(len(rows), -1).all(1).logical_not().nonzero()[0])
+    values = rows[row][~finite[row]]
     batch, within = divmod(row, batch_size)
     raise DataError(
-        f"the inputs of batch {batch} hold {values[0].item()} in row {within} "
-        f"(row {row} of the data): every input must be a finite number"
+        f"the {what} of batch {batch} hold {values[0].item()} in row {within} "
+        f"(row {row} of the data): all of them must be finite numbers"
     )

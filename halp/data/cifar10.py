@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
 from halp.data.pickles import StoredArray, StoredNumber, load_pickle
 
 FOLDER = "cifar-10-batches-py"
+ARCHIVE = "cifar-10-python.tar.gz"
 TRAINING_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE = "test_batch"
 N_CLASSES = 10
@@ -74,12 +76,20 @@ def _folder(data_dir: Path) -> Path:
 
 
 def _download(data_dir: Path) -> None:
+    """Download into a folder of its own, and move what came to where nothing is yet."""
     from torchvision.datasets import CIFAR10
 
     root = data_dir / "cifar10"
+    packed = [folder / ARCHIVE for folder in (root, data_dir) if (folder / ARCHIVE).exists()]
+    if packed:
+        raise DataError(f"{packed[0]} is packed: unpack it there (tar -xzf), or move it away")
     try:
-        with stdout_to_stderr():
-            CIFAR10(str(root), download=True)
+        root.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as folder:
+            with stdout_to_stderr():
+                CIFAR10(folder, download=True)
+            if not (root / FOLDER).exists():  # somebody else may just have downloaded it
+                (Path(folder) / FOLDER).rename(root / FOLDER)
     except FETCHING_ERRORS as error:
         raise DataError(
             f"CIFAR-10 is not in {data_dir} and could not be downloaded: put the folder {FOLDER} "

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import codecs
 import functools
 import io
 import warnings
@@ -16,6 +17,7 @@ import numpy
 from halp.data.conll2000 import RESERVED, UNKNOWN, TaggedCorpus, TaggedWords
 from halp.data.dataset import DataError
 from halp.data.fetching import FETCHING_ERRORS, reason_of
+from halp.messages import in_one_line, quoted
 
 CORPUS, CORPUS_FILES = "corpora/conll2000", ("train.txt", "test.txt")
 TAGSET, TAGSET_FILES = "taggers/universal_tagset", ("en-ptb.map",)
@@ -32,9 +34,17 @@ class _Text(NamedTuple):
     content: bytes
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield every line without surrounding spaces, after where it is."""
-        for number, line in enumerate(self.content.split(b"\n"), 1):
+        """Yield every line without surrounding spaces, after where it is.
+
+        Lines end as they do on any system; a byte-order mark belongs to none of them.
+        """
+        content = self.content.removeprefix(codecs.BOM_UTF8)
+        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
+            raise DataError(f"{self.place} is UTF-16: save it as UTF-8")
+        for number, line in enumerate(content.splitlines() or [b""], 1):
             where = f"{self.place}, line {number}"
+            if b"\0" in line:
+                raise DataError(f"{where}: there is a zero byte, so it is no text")
             try:
                 yield where, line.strip().decode()
             except UnicodeDecodeError as error:
@@ -144,7 +154,7 @@ def _download(package: str, download_to: Path) -> str:
             )
     except FETCHING_ERRORS as error:
         return reason_of(error)
-    return " ".join(said.getvalue().split()) or "no reason given"
+    return in_one_line(said.getvalue()) or "no reason given"
 
 
 def _universal_tags(text: _Text) -> dict[str, str]:
@@ -157,7 +167,7 @@ def _universal_tags(text: _Text) -> dict[str, str]:
         if len(columns) != 2 or columns[1] not in TAGS or columns[0] in universal:
             raise DataError(
                 f"{where}: a new Penn Treebank tag and one of {' '.join(TAGS)} must stand here, "
-                f"not {line!r}"
+                f"not {quoted(line)}"
             )
         universal[columns[0]] = columns[1]
     return universal
@@ -172,10 +182,12 @@ def _sentences(text: _Text, universal: dict[str, str]) -> list[Sentence]:
             sentences.append([])
             continue
         if len(columns) != 3:
-            raise DataError(f"{where}: a word, its tag and its chunk must stand here, not {line!r}")
+            raise DataError(
+                f"{where}: a word, its tag and its chunk must stand here, not {quoted(line)}"
+            )
         word, tag, _ = columns
         if tag not in universal:
-            raise DataError(f"{where}: {tag!r} is no tag of the Penn Treebank")
+            raise DataError(f"{where}: {quoted(tag)} is no tag of the Penn Treebank")
         sentences[-1].append((word, universal[tag]))
     sentences = [sentence for sentence in sentences if sentence]
     if not sentences:

@@ -6,6 +6,8 @@ import contextlib
 import sys
 from collections.abc import Iterator
 
+from halp.messages import in_one_line
+
 # What torchvision and nltk raise for a failed download, an unreadable folder, and a damaged file.
 FETCHING_ERRORS = (
     RuntimeError,
@@ -27,4 +29,4 @@ def stdout_to_stderr() -> Iterator[None]:
 
 def reason_of(error: Exception) -> str:
     """What an error says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__
+    return in_one_line(str(error)) or type(error).__name__

@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 import torch
 
+from halp.messages import quoted
 from halp.optim.preserve import RandomState, generators_of
 from halp.training.checkpoints import LOADING_ERRORS, CheckpointError
 from halp.training.durable import (
@@ -330,7 +331,7 @@ class Checkpointer:
             holder, lacking = (
                 ("state", "Checkpointer") if name in parts else ("Checkpointer", "state")
             )
-            raise ValueError(f"the {holder} has a {name!r}, which the {lacking} lacks")
+            raise ValueError(f"the {holder} has a {quoted(name)}, which the {lacking} lacks")
         start = state["epoch_start"]
         loaded = RandomState.from_state_dict(state["random"], self._generators)
         for name, part in self._parts.items():
@@ -364,8 +365,8 @@ def _check_readable(state: Any, name: str) -> None:
         torch.load(file, weights_only=True)
     except LOADING_ERRORS as error:
         raise CheckpointError(
-            f"the state of {name!r} holds more than tensors and plain values, and could not be "
-            f"read back: {reason(error).split(' In PyTorch')[0]}"
+            f"the state of {quoted(name)} holds more than tensors and plain values, and could not "
+            f"be read back: {reason(error).split(' In PyTorch')[0]}"
         ) from error
 
 

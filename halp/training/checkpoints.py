@@ -16,6 +16,7 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
+from halp.messages import quoted
 from halp.optim.base import Solver
 from halp.training.durable import reason, remove_unfinished, write_whole
 
@@ -101,18 +102,20 @@ class Checkpoint:
         """
         own = model.state_dict()
         for name in sorted(own.keys() - self.model.keys()):
-            raise CheckpointError(f"the checkpoint lacks the tensor {name!r} of this model")
+            raise CheckpointError(f"the checkpoint lacks the tensor {quoted(name)} of this model")
         for name, tensor in self.model.items():
             if name not in own:
-                raise CheckpointError(f"the checkpoint's tensor {name!r} is not in this model")
+                raise CheckpointError(
+                    f"the checkpoint's tensor {quoted(name)} is not in this model"
+                )
             _check(tensor, own[name], repr(name))
         parameters = dict(model.named_parameters())
         for name, tensor in self.momentum.items():
             if name not in parameters:
                 raise CheckpointError(
-                    f"the checkpoint's momentum of {name!r} is of no parameter of this model"
+                    f"the checkpoint's momentum of {quoted(name)} is of no parameter of this model"
                 )
-            _check(tensor, parameters[name], f"the momentum of {name!r}")
+            _check(tensor, parameters[name], f"the momentum of {quoted(name)}")
         model.load_state_dict(self.model)
 
     def load_momentum(self, model: nn.Module, optimizer: Solver) -> None:
@@ -261,7 +264,8 @@ def _checkpoint(content: Any, path: Path) -> Checkpoint:
         )
         if not whole:
             raise CheckpointError(
-                f"{path} is incomplete: its {name!r} is missing or not what a checkpoint holds"
+                f"{path} is incomplete: its {quoted(name)} is missing or not what a checkpoint "
+                "holds"
             )
         parts[name] = part
     return Checkpoint(**parts)

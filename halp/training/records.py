@@ -131,7 +131,7 @@ class RunFolder:
 
     def _write(self, name: str, text: str) -> None:
         path = self.folder / name
-        if path.exists() and path.read_text() == text:
+        if path.exists() and path.read_bytes() == text.encode():
             return
         try:
             write_whole(path, text.encode())
@@ -170,7 +170,7 @@ def read_config(folder: Path) -> dict[str, Any]:
     if not path.is_file():
         raise RecordError(f"{folder} holds no run: there is no {path.name} in it")
     try:
-        config = json.loads(path.read_text())
+        config = json.loads(path.read_text(encoding="utf-8-sig"))
     except (OSError, ValueError) as error:
         raise RecordError(f"{path} cannot be read: {reason(error)}") from error
     if not isinstance(config, dict):
@@ -180,7 +180,7 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def read_metrics(folder: Path) -> list[EpochRecord]:
     """Read back a run's rows; null becomes NaN."""
-    lines = (folder / "metrics.jsonl").read_text().splitlines()
+    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8-sig").splitlines()
     rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
     for row in rows:
         row.update({key: math.nan for key, value in row.items() if value is None})

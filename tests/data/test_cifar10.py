@@ -236,6 +236,16 @@ def test_real_images_are_those_that_torchvision_reads(halp_data):
     assert (len(data.train_labels), len(data.test_labels)) == (2000, 1000)
 
 
+def test_an_archive_that_is_there_is_neither_overwritten_nor_passed_over(tmp_path, monkeypatch):
+    monkeypatch.setattr(CIFAR10, "__init__", lambda *args, **kwargs: pytest.fail("a download"))
+    archive = tmp_path / "cifar10" / "cifar-10-python.tar.gz"
+    archive.parent.mkdir()
+    archive.write_bytes(b"mine")
+    with pytest.raises(DataError, match="is packed: unpack it there"):
+        load_cifar10(tmp_path)
+    assert archive.read_bytes() == b"mine"
+
+
 @pytest.mark.slow
 def test_the_whole_data_set_has_its_published_counts_and_moments(halp_data, tmp_path):
     script = halp_data / "cifar10-jpeg" / "expand_to_torchvision.py"

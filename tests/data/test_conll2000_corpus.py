@@ -9,7 +9,7 @@ import pytest
 from halp.data import DataError
 from halp.data.conll2000 import TaggedCorpus, TaggedWords
 from halp.data.conll2000_corpus import TAGS, prepare_conll2000
-from tests.data.corpora import MAP, TRAIN, write_corpus_files, zip_packages
+from tests.data.corpora import MAP, TEST, TRAIN, write_corpus_files, zip_packages
 
 
 @pytest.fixture
@@ -196,3 +196,40 @@ def test_the_real_corpus_has_the_words_and_tags_that_nltk_reads(halp_data, monke
     assert [len(part.lengths) for part in (corpus.train, corpus.test)] == [8936, 2012]
     assert [len(part.words) for part in (corpus.train, corpus.test)] == [211727, 47377]
     assert len(corpus.vocabulary) == len(known) + 2
+
+
+# Texts from other systems.
+
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=repr)
+@pytest.mark.parametrize("mark", [b"", BYTE_ORDER_MARK], ids=["plain", "byte_order_mark"])
+def test_marks_and_line_ends_of_any_system_change_nothing(prepared, mark, end):
+    def written(text: str) -> bytes:
+        return mark + text.rstrip("\n").replace("\n", end).encode()
+
+    expected = prepared()
+    corpus = prepared(train=written(TRAIN), test=written(TEST), tags=written(MAP))
+    assert corpus.vocabulary.tolist() == expected.vocabulary.tolist()
+    for part, other in ((corpus.train, expected.train), (corpus.test, expected.test)):
+        assert part.words.tolist() == other.words.tolist()
+        assert part.tags.tolist() == other.tags.tolist()
+        assert part.lengths.tolist() == other.lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (TRAIN.encode("utf-16"), r"train\.txt is UTF-16: save it as UTF-8"),
+        (b"the DT B-NP\n\0\0\n", r"train\.txt, line 2: there is a zero byte"),
+        ("caf\xe9 NN B-NP\n".encode("latin-1"), r"train\.txt, line 1: the byte 0xe9 is not UTF-8"),
+        (b"x" * 300_000, r"train\.txt, line 1: a word, its tag .* \(300002 characters\)"),
+        (b"a " + b"N" * 300_000 + b" B-NP", r"line 1: 'NNN.* is no tag of the Penn Treebank"),
+    ],
+    ids=["utf-16", "zero", "latin-1", "long line", "long tag"],
+)
+def test_what_is_no_such_text_is_refused_in_a_short_sentence(prepared, content, reason):
+    with pytest.raises(DataError, match=reason) as refused:
+        prepared(train=content)
+    assert len(str(refused.value)) < 400

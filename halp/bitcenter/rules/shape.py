@@ -68,7 +68,8 @@ def _strided(x: Tensor, size: Any, stride: Any, storage_offset: int | None = Non
     A rounded copy of what has gaps between its elements has none until it is given them here, full
     of NaN.
     """
-    own_stride, start = x.stride(), 0
+    own_stride = x.stride()
+    start: Any = 0
     if storage_offset is not None:
         start = storage_offset - x.storage_offset()
 
@@ -114,9 +115,7 @@ def view_in_place(
 
 
 @register_handler(aten.resize_.default, aten.resize_as_.default)
-def resize(
-    func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
-) -> BitCenteredTensor:
+def resize(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
     """Leave a tensor of that size as it is.
 
     Raises:
@@ -262,7 +261,10 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
     if not x.dtype.is_floating_point:
         offset = func(x.offset, **kwargs)
         return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
-    return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    result = BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    if x.decision is not None:
+        result.decision = x.decision.to(result.device)
+    return result
 
 
 @register_handler(
