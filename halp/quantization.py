@@ -61,9 +61,7 @@ class Quantize(nn.Module):
             raise TypeError(f"Quantize takes a floating-point tensor, not {x.dtype}")
         call = self.calls
         if self._is_random:
-            if not torch.compiler.is_compiling():
-                repeat_in(partial(self._again, call), self, regions_under_way())
-            self.calls = call + 1  # never in place: compiled code may read it again in backward
+            self._count(call)
         return _StraightThrough.apply(
             x,
             self.stream,
@@ -72,6 +70,15 @@ class Quantize(nn.Module):
             self.backward_precision,
             self.clip_gradient,
         )
+
+    def _count(self, call: Tensor) -> None:
+        """Go on to the next call; never in place: compiled code may read it again in backward."""
+        if torch.compiler.is_compiling():
+            self.calls = call + 1
+            return
+        repeat_in(partial(self._again, call), self, regions_under_way())
+        with torch._C._DisableFuncTorch():  # what belongs to a transform would outlive it
+            self.calls = call + 1
 
     @contextmanager
     def _again(self, call: Tensor) -> Iterator[None]:
@@ -96,9 +103,10 @@ class Quantize(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         stream: Tensor,
         call: Tensor,
@@ -106,12 +114,14 @@ class _StraightThrough(torch.autograd.Function):
         backward: Precision | None,
         clip: bool,
     ) -> Tensor:
-        ctx.backward_precision, ctx.clip = backward, clip
-        wide = as_wide(x)
-        inside = precision.in_range(wide) if clip else None
-        ctx.save_for_backward(stream, call, inside)
-        rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
+        rounded = _rounded(as_wide(x), precision, stream, call, 0).to(x.dtype)
         return rounded.clone() if precision.rounding == "void" else rounded
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, stream, call, precision, ctx.backward_precision, clip = inputs
+        inside = precision.in_range(as_wide(x)) if clip else None
+        ctx.save_for_backward(stream, call, inside)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
