@@ -378,7 +378,12 @@ def equal(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> 
     return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 
 
-@register_handler(aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+@register_handler(
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten._foreach_norm.Scalar,
+)
 def refuse_norm(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Refuse what ``clip_grad_norm_`` would measure.
 
