@@ -245,6 +245,11 @@ _INSTEAD = {
         "mathematical form of it, which has: with torch.nn.attention.sdpa_kernel("
         "torch.nn.attention.SDPBackend.MATH)"
     ),
+    "c10d.": (
+        "processes of torch.distributed, as DistributedDataParallel starts them, cannot exchange "
+        "bit-centered tensors; train in one process, or a plain model (halp.to_plain) with a plain "
+        "solver, and send halp.value(t) elsewhere"
+    ),
 }
 
 
