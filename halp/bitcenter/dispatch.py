@@ -245,6 +245,11 @@ _INSTEAD = {
         "mathematical form of it, which has: with torch.nn.attention.sdpa_kernel("
         "torch.nn.attention.SDPBackend.MATH)"
     ),
+    **dict.fromkeys(
+        ("aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"),
+        "this layer in one operation, which PyTorch takes in evaluation, has no delta rule; "
+        "evaluate under halp.materialize(model), or torch.backends.mha.set_fastpath_enabled(False)",
+    ),
     "c10d.": (
         "processes of torch.distributed, as DistributedDataParallel starts them, cannot exchange "
         "bit-centered tensors; train in one process, or a plain model (halp.to_plain) with a plain "

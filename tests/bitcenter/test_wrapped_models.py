@@ -105,6 +105,22 @@ def test_the_delta_gradient_is_right(name, rounding, tolerance, offsets):
     assert (computed - true).norm() <= tolerance * true.norm()
 
 
+def test_a_layer_that_evaluates_in_one_operation_says_how_to_evaluate_it():
+    torch.manual_seed(0)
+    model, x = halp.bit_center(MODELS["transformer"]()).eval(), torch.randn(3, 5, 4)
+    with torch.no_grad(), pytest.raises(NotImplementedError, match=r"halp\.materialize\(model\)"):
+        model(x)
+    with torch.no_grad(), halp.materialize(model):
+        expected = model(x)
+    before = torch.backends.mha.get_fastpath_enabled()
+    torch.backends.mha.set_fastpath_enabled(False)
+    try:
+        with torch.no_grad(), sdpa_kernel(SDPBackend.MATH):
+            torch.testing.assert_close(halp.value(model(x)), expected)
+    finally:
+        torch.backends.mha.set_fastpath_enabled(before)
+
+
 @pytest.fixture
 def process_group() -> Iterator[None]:
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
