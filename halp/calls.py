@@ -2,9 +2,10 @@
 
 import threading
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
+import torch
 from torch import Tensor
 
 
@@ -17,9 +18,15 @@ class _OwnArithmetic(threading.local):
 own_arithmetic = _OwnArithmetic()
 
 
+def not_emulated() -> AbstractContextManager[None]:
+    """Return a block in which :func:`halp.emulate` leaves operations alone: they are halp's own."""
+    if torch.compiler.is_dynamo_compiling():  # which sees no emulation, and cannot trace the block
+        return nullcontext()
+    return _not_emulated()
+
+
 @contextmanager
-def not_emulated() -> Iterator[None]:
-    """Within the block, :func:`halp.emulate` leaves operations alone: they are halp's own."""
+def _not_emulated() -> Iterator[None]:
     before, own_arithmetic.is_running = own_arithmetic.is_running, True
     try:
         yield

@@ -1,7 +1,7 @@
 """Rounding inside a model: values in the forward pass, gradients in the backward pass."""
 
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from halp.calls import not_emulated
 from halp.formats import Format
 from halp.precision import Precision, as_wide
-from halp.random_bits import is_traced, stream_key
+from halp.random_bits import stream_key
 from halp.recomputation import regions_under_way, repeat_in
 
 
@@ -62,9 +62,7 @@ class Quantize(nn.Module):
             raise TypeError(f"Quantize takes a floating-point tensor, not {x.dtype}")
         call = self.calls
         if self._is_random:
-            if not torch.compiler.is_compiling():
-                repeat_in(partial(self._again, call), self, regions_under_way())
-            self.calls = call + 1  # never in place: compiled code may read it again in backward
+            self._count(call)
         return _StraightThrough.apply(
             x,
             self.stream,
@@ -73,6 +71,15 @@ class Quantize(nn.Module):
             self.backward_precision,
             self.clip_gradient,
         )
+
+    def _count(self, call: Tensor) -> None:
+        """Go on to the next call; never in place: compiled code may read it again in backward."""
+        if torch.compiler.is_compiling():
+            self.calls = call + 1
+            return
+        repeat_in(partial(self._again, call), self, regions_under_way())
+        with torch._C._DisableFuncTorch():  # what belongs to a transform would outlive it
+            self.calls = call + 1
 
     @contextmanager
     def _again(self, call: Tensor) -> Iterator[None]:
@@ -97,9 +104,10 @@ class Quantize(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         stream: Tensor,
         call: Tensor,
@@ -107,18 +115,21 @@ class _StraightThrough(torch.autograd.Function):
         backward: Precision | None,
         clip: bool,
     ) -> Tensor:
-        ctx.backward_precision, ctx.clip = backward, clip
-        with nullcontext() if is_traced(x) else not_emulated():
-            wide = as_wide(x)
-            inside = precision.in_range(wide) if clip else None
-            rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
-        ctx.save_for_backward(stream, call, inside)
+        with not_emulated():
+            rounded = _rounded(as_wide(x), precision, stream, call, 0).to(x.dtype)
         return rounded.clone() if precision.rounding == "void" else rounded
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, stream, call, precision, ctx.backward_precision, clip = inputs
+        with not_emulated():
+            inside = precision.in_range(as_wide(x)) if clip else None
+        ctx.save_for_backward(stream, call, inside)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         stream, call, inside = ctx.saved_tensors
-        with nullcontext() if is_traced(gradient) else not_emulated():
+        with not_emulated():
             if inside is not None:
                 gradient = torch.where(inside, gradient, 0)
             if ctx.backward_precision is not None:

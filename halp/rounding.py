@@ -4,7 +4,6 @@ Scales and blocks, on top of :mod:`halp.grid`. Scales that are powers of two mov
 """
 
 import math
-from contextlib import nullcontext
 from functools import cache
 from typing import Any, TypeAlias
 
@@ -98,7 +97,7 @@ def quantize(
     x = x.detach()
     if rounding == "void":
         return x.clone()
-    with nullcontext() if is_traced(x) else not_emulated():
+    with not_emulated():
         if not is_traced(x):
             _check_values(x, format, scale)
         wide = x if x.dtype in CARRIERS else x.float()

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 
 from halp.bitcenter.cache import OffsetCache
-from halp.bitcenter.dispatch import assign
 from halp.bitcenter.offsets import Context
 from halp.bitcenter.state import ParameterValue
 from halp.bitcenter.swapping import (
@@ -20,6 +19,7 @@ from halp.bitcenter.swapping import (
     swap_back,
 )
 from halp.bitcenter.tensor import BitCenteredTensor
+from halp.bitcenter.writes import assign
 from halp.formats import Format
 from halp.precision import Precision
 from halp.recurrent import unfuse
@@ -69,7 +69,8 @@ def bit_center(
     Raises:
         ValueError: the model has no floating-point parameters, is bit-centered already, or an
             argument is none of the accepted values.
-        TypeError: a parameter is neither float32 nor float64.
+        TypeError: a parameter is neither float32 nor float64, or a module is there to exchange
+            parameters with other processes or devices.
     """
     precision = Precision(format, rounding, scale, seed=seed)  # type: ignore[arg-type]
     if offsets not in ("on-site", "cached"):
@@ -80,6 +81,7 @@ def bit_center(
         raise ValueError(f'arithmetic must be "auto" or "emulated", not {arithmetic!r}')
     if offset_dtype is not None and offset_dtype not in _WIDE:
         raise ValueError(f"offset_dtype must be torch.float32 or torch.float64, not {offset_dtype}")
+    _refuse_several_processes(model)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, BitCenteredTensor):
@@ -112,6 +114,20 @@ def bit_center(
             hooks += unfuse(module, is_bit_centered)
         module.__dict__["_halp_hooks"] = hooks
     return model
+
+
+def _refuse_several_processes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        shares = kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}
+        if shares or (isinstance(module, nn.DataParallel) and len(module.device_ids) > 1):
+            where = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{where} is a {type(module).__name__}, which exchanges parameters and gradients "
+                "with other processes or devices, and cannot do so with bit-centered ones: "
+                "bit-center the model that is not wrapped and train it in one process, or keep it "
+                "plain, with a plain solver"
+            )
 
 
 def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> BitCenteredTensor:

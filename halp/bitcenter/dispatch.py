@@ -19,6 +19,7 @@ from halp.bitcenter.offsets import Offset
 from halp.bitcenter.operands import Decided, Operand, all_constant, exact_of, on_offsets
 from halp.bitcenter.replay import run_with_cache
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
+from halp.bitcenter.writes import in_place, is_at_hand, target_of, writes
 from halp.calls import call, replace_tensors
 from halp.random_bits import is_traced
 
@@ -129,8 +130,8 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     cache = like.context.cache
     if cache is None or not cache.is_active:
         return _run(func, like, args, kwargs)
-    if _writes(func) and _is_at_hand(args[0]):
-        root = args[0]._offset.root
+    if writes(func) and is_at_hand(target_of(args, kwargs)):
+        root = target_of(args, kwargs)._offset.root
         root.written(hash(("written", root.key)), None)
         with cache.suspended():
             return _run(func, like, args, kwargs)
@@ -159,22 +160,8 @@ _EACH = torch._C.DispatchKey.CompositeExplicitAutograd
 @cache
 def _runs_each(func: OpOverload) -> bool:
     """Whether an operation does to each tensor of a list what another one does to a tensor."""
-    on_lists = func._schema.name.startswith("aten::_foreach_") and not _has_out(func)
+    on_lists = func._schema.name.startswith("aten::_foreach_")
     return on_lists and func not in HANDLERS and func.has_kernel_for_dispatch_key(_EACH)
-
-
-def _has_out(func: OpOverload) -> bool:
-    return any(argument.is_out for argument in func._schema.arguments)
-
-
-def _writes(func: OpOverload) -> bool:
-    """Whether an operation changes values, not only the shape that they are seen in."""
-    return func._schema.is_mutable and torch.Tag.inplace_view not in func.tags
-
-
-def _is_at_hand(x: Any) -> bool:
-    """Whether this is a bit-centered parameter, or part of one: its offset is there to write to."""
-    return type(x) is BitCenteredTensor and x._offset.root.is_at_hand
 
 
 def _is_of_parameters(func: OpOverload, args: tuple, kwargs: dict) -> bool:
@@ -185,7 +172,7 @@ def _is_of_parameters(func: OpOverload, args: tuple, kwargs: dict) -> bool:
     tensors: list[Tensor] = []
     replace_tensors((args, tuple(kwargs.values())), tensors.append)
     return torch.Tag.nondeterministic_seeded not in func.tags and all(
-        _is_at_hand(x) or (type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu")
+        is_at_hand(x) or (type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu")
         for x in tensors
     )
 
@@ -211,7 +198,7 @@ def _run(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -
     if handler is not None:
         return handler(func, like, args, kwargs)
     if func._schema.is_mutable:
-        return _in_place(func, args, kwargs)
+        return in_place(func, args, kwargs)
     if not like.dtype.is_floating_point:
         return on_both_values(func, like, args, kwargs)
     return _decompose(func, args, kwargs)
@@ -258,6 +245,16 @@ _INSTEAD = {
         "mathematical form of it, which has: with torch.nn.attention.sdpa_kernel("
         "torch.nn.attention.SDPBackend.MATH)"
     ),
+    **dict.fromkeys(
+        ("aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"),
+        "this layer in one operation, which PyTorch takes in evaluation, has no delta rule; "
+        "evaluate under halp.materialize(model), or torch.backends.mha.set_fastpath_enabled(False)",
+    ),
+    "c10d.": (
+        "processes of torch.distributed, as DistributedDataParallel starts them, cannot exchange "
+        "bit-centered tensors; train in one process, or a plain model (halp.to_plain) with a plain "
+        "solver, and send halp.value(t) elsewhere"
+    ),
 }
 
 
@@ -285,7 +282,7 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
     with writes_counted():
         result = on_offsets(func, args, kwargs, dtype)
     if func._schema.is_mutable and func._schema.returns[0].alias_info is not None:
-        return args[0]
+        return target_of(args, kwargs)
 
     def center(offset: Any) -> Any:
         return _constant(offset, like) if isinstance(offset, Tensor) else offset
@@ -440,79 +437,6 @@ def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwarg
     if isinstance(values, tuple | list):
         return type(values)(map(pair, offsets, values))
     return pair(offsets, values)
-
-
-@cache
-def _out_of_place(func: OpOverload) -> OpOverload | None:
-    """Return the operation that computes what an in-place one writes to its first argument.
-
-    Overloads may be named differently (``pow_.Scalar``, ``pow.Tensor_Scalar``): arguments decide.
-    """
-    name = func._schema.name.removeprefix("aten::").removesuffix("_")
-    packet = getattr(torch.ops.aten, name, None)
-    overloads = [] if packet is None else packet.overloads()
-    for overload in sorted(overloads, key=lambda overload: overload != func._overloadname):
-        candidate = getattr(packet, overload)
-        if _argument_types(candidate) == _argument_types(func):
-            return candidate
-    return None
-
-
-def _argument_types(func: OpOverload) -> list[str]:
-    return [str(argument.type) for argument in func._schema.arguments]
-
-
-def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Run the out-of-place operation and copy its result into both parts of the first argument."""
-    functional = _out_of_place(func) if func._schema.name.endswith("_") else None
-    if functional is None:
-        raise NotImplementedError(f"{func} cannot write bit-centered tensors; use its plain form")
-    target = args[0]
-    if type(target) is not BitCenteredTensor:
-        raise RuntimeError(
-            f"{func} would write a bit-centered value into a plain tensor, which would lose its "
-            "delta; use the out-of-place operation, or halp.value(t) for the plain value"
-        )
-    result = functional(*args, **kwargs)
-    assign(target, result)
-    return target
-
-
-def assign(target: BitCenteredTensor, source: Tensor) -> None:
-    """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
-    target.context.settle()
-    with writes_counted():
-        _assign_offset(target, source)
-        _assign_delta(target, source)
-
-
-def _assign_offset(target: BitCenteredTensor, source: Tensor) -> None:
-    centered = source if isinstance(source, BitCenteredTensor) else None
-    if not target.context.is_cached or _is_at_hand(target):
-        target.offset.copy_(source if centered is None else centered.offset)
-        return
-    cache, root = target.context.cache, target._offset.root
-    assert cache is not None
-    if cache.recording:
-        target._offset.computed.copy_(source if centered is None else centered._offset.computed)
-    if centered is not None and root is target._offset and source.shape == target.shape:
-        root.written(centered._offset.key, centered._offset.frozen())
-    else:
-        root.written(hash(("written", target._offset.key, cache.key_of(source))), None)
-
-
-def _assign_delta(target: BitCenteredTensor, source: Tensor) -> None:
-    centered = source if isinstance(source, BitCenteredTensor) else None
-    target.decision = None if centered is None else centered.decision
-    if target._offset.is_recorded and 0 in target.delta.stride():
-        return  # a stand-in for zeros
-    if centered is not None:
-        if not (centered.is_constant and target.is_constant):
-            target.delta.copy_(centered.delta)
-    elif not target.dtype.is_floating_point:
-        target.delta.copy_(source)
-    elif not target.is_constant:
-        target.delta.zero_()
 
 
 BitCenteredTensor.dispatcher = staticmethod(dispatch)

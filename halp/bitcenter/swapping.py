@@ -111,7 +111,13 @@ def replace_parameters(model: nn.Module, replace: Callable[[Tensor], Tensor]) ->
             attach(parameter, what)
     with torch.no_grad():
         for parameter, gradient in gradients:
-            parameter.grad = replace(gradient)
+            if _is_whole(gradient):
+                parameter.grad = replace(gradient)
+
+
+def _is_whole(gradient: Tensor) -> bool:
+    """Whether a gradient has an offset: of a step with cached offsets there is the delta alone."""
+    return not isinstance(gradient, BitCenteredTensor) or gradient._offset.root.is_at_hand
 
 
 def swap_back(model: nn.Module, originals: dict[int, Tensor]) -> None:

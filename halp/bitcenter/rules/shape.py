@@ -9,10 +9,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.cache import KeptOffset, Recipe, Source
-from halp.bitcenter.dispatch import assign, register_handler
+from halp.bitcenter.dispatch import register_handler
 from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Offset
 from halp.bitcenter.replay import kept_constant
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
+from halp.bitcenter.writes import assign
 from halp.calls import call
 from halp.random_bits import is_traced
 
@@ -377,7 +378,12 @@ def equal(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> 
     return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 
 
-@register_handler(aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+@register_handler(
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten._foreach_norm.Scalar,
+)
 def refuse_norm(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Refuse what ``clip_grad_norm_`` would measure.
 
