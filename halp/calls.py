@@ -1,9 +1,30 @@
 """Calling an operation with the tensors among its arguments replaced."""
 
-from collections.abc import Callable, Iterable
+import threading
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from torch import Tensor
+
+
+class _OwnArithmetic(threading.local):
+    """Whether this thread is inside an operation of halp's own, which no emulation rounds."""
+
+    is_running = False
+
+
+own_arithmetic = _OwnArithmetic()
+
+
+@contextmanager
+def not_emulated() -> Iterator[None]:
+    """Within the block, :func:`halp.emulate` leaves operations alone: they are halp's own."""
+    before, own_arithmetic.is_running = own_arithmetic.is_running, True
+    try:
+        yield
+    finally:
+        own_arithmetic.is_running = before
 
 
 def replace_tensors(values: Iterable[Any], replace: Callable[[Tensor], Any]) -> list:

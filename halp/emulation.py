@@ -1,16 +1,18 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
-import threading
+from collections.abc import Callable
 from functools import cache
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch._ops import OpOverload
+from torch.autograd.function import BackwardCFunction
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halp.calls import call
+from halp.calls import call, not_emulated, own_arithmetic
 from halp.formats import Format
-from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.precision import Precision, RoundedCopies, Rounder
 from halp.recurrent import UnfusedLayers
 from halp.rounding import Scale
 
@@ -19,24 +21,46 @@ from halp.rounding import Scale
 _EXEMPT = frozenset({"running_mean", "running_var", "total_weight"})
 
 
-class Emulation(TorchDispatchMode):
-    """The context manager that :func:`emulate` returns; ``rounder`` keeps the stream position."""
+#: What gives a tensor's memory away, so that writes to it are not seen any more.
+_HAND_OUT = frozenset(
+    getattr(Tensor, name)
+    for name in (
+        "__array__",
+        "__dlpack__",
+        "data_ptr",
+        "numpy",
+        "share_memory_",
+        "storage",
+        "untyped_storage",
+    )
+)
 
-    #: Whether this thread is inside an emulated operation, which outer blocks must leave alone.
-    _inside = threading.local()
+
+class Emulation(TorchDispatchMode):
+    """The context manager that :func:`emulate` returns; ``rounder`` keeps the stream position.
+
+    Results lie on the grid, and are known to by their versions: PyTorch's own writes to them are
+    seen here. From when NumPy or others get hold of one's memory, its content is compared, as that
+    of tensors from outside always is.
+    """
 
     def __init__(self, rounder: Rounder) -> None:
         super().__init__()
         self.rounder = rounder
         self._copies = RoundedCopies(rounder)
-        self._layers = UnfusedLayers()
+        self._layers = _Functions(self._hand_out)
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         skips = func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        if skips or getattr(self._inside, "operation", False):
+        if skips:
+            return func(*args, **kwargs)
+        if own_arithmetic.is_running:  # rounding, or an operation of an inner block
+            if func._schema.is_mutable:
+                for x in _tensors_in(_pick(_roles(func).written, func, args, kwargs)):
+                    self._copies.forget(x)
             return func(*args, **kwargs)
         for t in types:
             if hasattr(t, "__tensor_flatten__"):
@@ -44,11 +68,8 @@ class Emulation(TorchDispatchMode):
                     f"emulate() rounds plain models; a {t.__name__} among the operands of {func} "
                     "does its own arithmetic: leave the emulate block, or halp.to_plain(model)"
                 )
-        self._inside.operation = True
-        try:
+        with not_emulated():
             return self._run(func, args, kwargs)
-        finally:
-            self._inside.operation = False
 
     def _run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         roles = _roles(func)
@@ -87,14 +108,47 @@ class Emulation(TorchDispatchMode):
         """Return a result, rounded."""
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point or id(x) in exempt:
             return x
-        result = self.rounder(as_wide(x)).to(x.dtype)
-        self._copies.remember(result)
+        result = self.rounder(x)
+        self._copies.remember(result, watched=_sees_hand_outs())
         return result
 
     def _round_in_place(self, x: Tensor) -> None:
         self._copies.forget(x)
         if x.dtype.is_floating_point:
-            x.copy_(self.rounder(as_wide(x)))
+            x.copy_(self.rounder(x))
+
+    def _hand_out(self, x: Tensor) -> None:
+        """Note that NumPy or others get hold of a tensor's memory."""
+        if not own_arithmetic.is_running:
+            with not_emulated():
+                self._copies.hand_out(x)
+
+
+def _sees_hand_outs() -> bool:
+    """Whether :class:`_Functions` is at work: not in what a backward pass calls of the user's.
+
+    That is a recomputed forward pass, or an ``autograd.Function``. (A hook may not write to its
+    argument, says PyTorch.)
+    """
+    node: Any = torch._C._current_autograd_node()
+    if node is None:
+        return True
+    return not (torch.is_grad_enabled() or isinstance(node, BackwardCFunction))
+
+
+class _Functions(UnfusedLayers):
+    """Runs recurrent layers unfused, and tells when a tensor's memory is handed out."""
+
+    def __init__(self, hand_out: Callable[[Tensor], None]) -> None:
+        super().__init__()
+        self._hand_out = hand_out
+
+    def __torch_function__(
+        self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None
+    ) -> Any:
+        if func in _HAND_OUT:
+            self._hand_out(args[0])
+        return super().__torch_function__(func, types, args, kwargs)
 
 
 def emulate(
@@ -111,6 +165,9 @@ def emulate(
     dtype of its tensors and rounds each result once. Of the backward pass too, if ``backward()``
     runs inside the block. Views, integers, and the running statistics of normalizations stay as
     they are; the parameters themselves are rounded only where an operation writes to them.
+
+    Formats of blocks: a result has its blocks along its own last dimension. Read as another view
+    (``w.t()``, ``w.view(16, 16)``), it is rounded again along that one's.
 
     Args:
         format: a name or a format.

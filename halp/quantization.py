@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from halp.formats import Format
-from halp.precision import Precision, as_wide
+from halp.precision import Precision
 from halp.random_bits import stream_key
 
 
@@ -91,10 +91,9 @@ class _StraightThrough(torch.autograd.Function):
         clip: bool,
     ) -> Tensor:
         ctx.backward_precision, ctx.clip = backward, clip
-        wide = as_wide(x)
-        inside = precision.in_range(wide) if clip else None
+        inside = precision.in_range(x) if clip else None
         ctx.save_for_backward(stream, call, inside)
-        rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
+        rounded = _rounded(x, precision, stream, call, 0)
         return rounded.clone() if precision.rounding == "void" else rounded
 
     @staticmethod
@@ -103,8 +102,7 @@ class _StraightThrough(torch.autograd.Function):
         if inside is not None:
             gradient = torch.where(inside, gradient, 0)
         if ctx.backward_precision is not None:
-            wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
-            gradient = wide.to(gradient.dtype)
+            gradient = _rounded(gradient, ctx.backward_precision, stream, call, 1)
         return gradient, None, None, None, None, None
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halp import formats
+from halp.calls import not_emulated
 from halp.formats import BlockFormat, FixedFormat, FloatFormat, Format
 from halp.grid import (
     CARRIERS,
@@ -96,15 +97,31 @@ def quantize(
     x = x.detach()
     if rounding == "void":
         return x.clone()
-    if not is_traced(x):
+    how = Rounding(rounding, overflow, subnormals)
+    if is_traced(x):
+        return _quantized(x, format, how, scale, axis, random_bits, generator, seed)
+    with not_emulated():
         _check_values(x, format, scale)
+        return _quantized(x, format, how, scale, axis, random_bits, generator, seed)
+
+
+def _quantized(
+    x: Tensor,
+    format: Format,
+    how: Rounding,
+    scale: Scale,
+    axis: int,
+    random_bits: int | Tensor | None,
+    generator: torch.Generator | None,
+    seed: int | Tensor | None,
+) -> Tensor:
+    """Do what :func:`quantize` does, once its arguments are known to make sense."""
     wide = x if x.dtype in CARRIERS else x.float()
-    bits = None
-    if rounding == "stoc":
+    if how.mode == "stoc":
         if seed is None and not isinstance(random_bits, Tensor):
             seed = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator)
-        bits = _bits_for(wide, random_bits, None if seed is None else stream_key(seed))
-    how = Rounding(rounding, overflow, subnormals, bits)
+        key = None if seed is None else stream_key(seed)
+        how = how._replace(bits=_bits_for(wide, random_bits, key))
     return round_to_format(wide, format, how, scale, axis=axis, held=x.dtype).to(x.dtype)
 
 

@@ -35,6 +35,9 @@ class FloatFormat:
     #: How many values the top of the largest binade loses to NaN codes.
     missing_top_values: int = 0
 
+    #: Each value is rounded by itself: rounding a view is viewing what is rounded.
+    is_elementwise = True
+
     def __post_init__(self) -> None:
         if not (2 <= self.exponent_bits <= 11 and 1 <= self.fraction_bits <= 52):
             raise ValueError(
@@ -88,6 +91,11 @@ class FloatFormat:
         """Largest relative error of rounding a normal value to nearest: ``2^−(m+1)``."""
         return 2.0 ** -(self.fraction_bits + 1)
 
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """Values of most digits and widest range: what holds them holds all."""
+        return self.max, self.smallest_normal + self.smallest_subnormal, self.smallest_subnormal
+
     def __hash__(self) -> int:
         return hash(self.name)  # every rounding looks its constants up
 
@@ -115,6 +123,7 @@ class FixedFormat:
     has_infinity = False
     has_nan = False
     has_negative_zero = False
+    is_elementwise = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 32:
@@ -150,6 +159,11 @@ class FixedFormat:
         """Largest error of rounding to nearest, relative to the most negative value."""
         return 2.0**-self.bits
 
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """Values of most digits and widest range: what holds them holds all."""
+        return self.max, self.min, self.smallest_subnormal
+
     def __hash__(self) -> int:
         return hash(self.name)
 
@@ -176,6 +190,8 @@ class BlockFormat:
     scale_bits = 8
     max_scale_exponent = 127
     has_infinity = False
+    #: A value is rounded with its neighbours along the last dimension: views have others.
+    is_elementwise = False
 
     @property
     def has_nan(self) -> bool:
@@ -216,6 +232,11 @@ class BlockFormat:
     def unit_roundoff(self) -> float:
         """The element's."""
         return self.element.unit_roundoff
+
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """The element's: how far the scales reach depends on what is rounded."""
+        return self.element.landmarks
 
     def __hash__(self) -> int:
         return hash(self.name)
