@@ -11,7 +11,7 @@ from torch.optim import Optimizer
 from torch.optim.sgd import sgd
 
 from halp.bitcenter import BitCenteredTensor, value
-from halp.precision import Rounder
+from halp.precision import Content, Rounder, as_wide
 
 Closure = Callable[[], Any]
 
@@ -132,7 +132,11 @@ class Solver(Optimizer):
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Return v for one parameter, or None to leave it as it is."""
-        return p.grad
+        return None if p.grad is None else self._read(p.grad)
+
+    def _read(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that a closure has left as the update reads it."""
+        return gradient
 
     def _clip(self, gradients: list[Tensor]) -> None:
         """Scale all gradients of a step down, in place, if they are too large together."""
@@ -306,11 +310,17 @@ class LowPrecision(Solver):
     """The update of the solvers in low precision, one simulated kernel a parameter.
 
     It reads gradient, momentum buffer and iterate on their grids, computes wide, and rounds the
-    buffer and the iterate once each.
+    buffer and the iterate once each. An iterate or a buffer that something else has written to is
+    rounded to nearest first, whatever the mode.
     """
 
     #: What the update moves, for whoever counts.
     iterate_name = "weights"
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        #: Iterates and momentum buffers by parameter, as they are known to lie on the grid.
+        self._on_grid: dict[tuple[Tensor, str], Content] = {}
+        super().__init__(*args, **options)
 
     def _note(self, p: Tensor, what: str, before: Tensor, after: Tensor) -> None:
         """Tell who looks on that something of a parameter has been rounded."""
@@ -330,12 +340,40 @@ class LowPrecision(Solver):
 
     def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
         """Return the new iterate on its grid."""
-        return self._rounder(p)(iterate)
+        return self._rounder(p)(iterate, dtype=self._iterate(p).dtype)
+
+    def _nearest_iterate(self, p: Tensor) -> Tensor:
+        """Return the iterate on its grid, to nearest."""
+        return self._rounder(p).precision.nearest(self._iterate(p))
 
     def _stored_momentum(self, p: Tensor, buffer: Tensor) -> Tensor:
         iterate = self._iterate(p)  # to nearest, so that no random bits of the run are used up
-        copy = buffer.detach().to(device=iterate.device, dtype=iterate.dtype, copy=True)
-        return self._rounder(p).precision.nearest(copy)
+        copy = buffer.detach().to(device=iterate.device, copy=True)
+        return self._rounder(p).precision.nearest(copy, dtype=iterate.dtype)
+
+    @torch.no_grad()
+    def _put_on_grid(self) -> None:
+        """Round iterates and momentum buffers that something else has written to."""
+        for p in self._parameters():
+            if self._rounder(p).precision.rounding == "void":
+                continue
+            if not self._is_on_grid(p, "iterate", self._iterate(p)):
+                rounded = self._nearest_iterate(p)
+                if not Content(rounded).is_in(self._iterate(p)):
+                    self._iterate(p).copy_(rounded)
+                self._note_on_grid(p, "iterate", rounded)
+            buffer = self.state[p].get("momentum_buffer")
+            if buffer is not None and not self._is_on_grid(p, "momentum", buffer):
+                buffer = self.state[p]["momentum_buffer"] = self._stored_momentum(p, buffer)
+                self._note_on_grid(p, "momentum", buffer)
+
+    def _is_on_grid(self, p: Tensor, what: str, x: Tensor) -> bool:
+        known = self._on_grid.get((p, what))
+        return known is not None and known.is_in(x)
+
+    def _note_on_grid(self, p: Tensor, what: str, x: Tensor) -> None:
+        if self._rounder(p).precision.rounding != "void":
+            self._on_grid[p, what] = Content(x)
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         parameters, gradients = super()._gradients(group)
@@ -343,7 +381,7 @@ class LowPrecision(Solver):
             gradients = [-gradient for gradient in gradients]
         decay = group["weight_decay"]
         if decay != 0:
-            iterates = map(self._iterate, parameters)
+            iterates = (as_wide(self._iterate(p)) for p in parameters)
             gradients = [g.add(w, alpha=decay) for g, w in zip(gradients, iterates, strict=True)]
         return parameters, gradients
 
@@ -356,12 +394,15 @@ class LowPrecision(Solver):
             if momentum != 0:
                 buffer = gradient
                 if "momentum_buffer" in self.state[p]:
-                    buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
-                self.state[p]["momentum_buffer"] = rounder(buffer)
-                self._note(p, "momentum", buffer, self.state[p]["momentum_buffer"])
+                    before = as_wide(self.state[p]["momentum_buffer"])
+                    buffer = gradient.add(before, alpha=momentum)
+                stored = self.state[p]["momentum_buffer"] = rounder(buffer, dtype=iterate.dtype)
+                self._note_on_grid(p, "momentum", stored)
+                self._note(p, "momentum", buffer, stored)
                 direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-            wide = iterate.sub(direction, alpha=lr)
+            wide = as_wide(iterate).sub(direction, alpha=lr)
             iterate.copy_(self._stored_iterate(p, wide))
+            self._note_on_grid(p, "iterate", iterate)
             self._note(p, self.iterate_name, wide, iterate)
 
 

@@ -15,7 +15,7 @@ from halp.formats import FixedFormat
 from halp.optim.base import Closure, LowPrecision
 from halp.optim.preserve import RandomState, generators_of
 from halp.optim.snapshots import SnapshotSolver
-from halp.precision import Rounder
+from halp.precision import Rounder, Unchanged
 
 
 class BitCenterSolver(LowPrecision, SnapshotSolver):
@@ -25,8 +25,8 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     iterate_name = "z"
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        #: Each parameter's w̃ and its version, as the snapshot left them.
-        self._centers: list[tuple[Tensor, int]] = []
+        #: Of each parameter: tells whether w̃ is as the snapshot left it.
+        self._centers: list[Unchanged] = []
         #: What was random when the snapshot recorded cached offsets: enough to record them again.
         self._recorded_at: dict[str, Any] | None = None
         super().__init__(*args, **options)
@@ -100,21 +100,19 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
 
     def _is_centered(self) -> bool:
         return len(self._centers) == len(self._parameters()) and all(
-            p.offset is center and p.offset._version == version  # type: ignore[attr-defined]
-            for p, (center, version) in zip(self._parameters(), self._centers, strict=True)
+            p._offset.is_as_noted(center)  # type: ignore[attr-defined]
+            for p, center in zip(self._parameters(), self._centers, strict=True)
         )
 
     def _note_centers(self) -> None:
-        self._centers = [(p.offset, p.offset._version) for p in self._parameters()]  # type: ignore[attr-defined]
+        self._centers = [p._offset.noted() for p in self._parameters()]  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         return {**super().__getstate__(), "_centers": self._is_centered()}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        centered = state.get(
-            "_centers"
-        )  # of a copy: its tensors are new, and so are their versions
+        centered = state.get("_centers")
         self._centers = []
         if centered:
             self._note_centers()
@@ -134,7 +132,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
             if p.requires_grad and p.context.cache is not None:  # type: ignore[attr-defined]
                 p._constant = None  # type: ignore[attr-defined]  # what it is in steps to come
             if not p.is_constant:  # type: ignore[attr-defined]
-                p.offset.add_(p.delta)  # type: ignore[attr-defined]
+                _center(p).add_(p.delta)  # type: ignore[attr-defined]
                 p.delta.zero_()  # type: ignore[attr-defined]
         self._note_centers()
 
@@ -178,6 +176,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
                 f"{type(self).__name__}: cached offsets have to be recorded again after a state "
                 "was loaded; call optimizer.snapshot(...) when snapshot_due is true"
             )
+        self._put_on_grid()
         for context in self._contexts():
             context.new_step()
         if closure is not None and self._caches():  # which clears them itself, in one way or other
@@ -196,7 +195,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         decay = group["weight_decay"]
         if decay == 0:
             return gradient
-        return gradient.add(p.offset, alpha=-decay if group["maximize"] else decay)  # type: ignore[attr-defined]
+        return gradient.add(_center(p), alpha=-decay if group["maximize"] else decay)
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
         return next(g for g in self.param_groups if any(q is p for q in g["params"]))
@@ -207,7 +206,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
                 f"{type(self).__name__}: a gradient is a plain tensor; the closure must run the "
                 "bit-centered model itself, outside halp.materialize"
             )
-        return None if p.grad is None else p.grad.delta
+        return None if p.grad is None else p.context.read(p.grad.delta)  # type: ignore[attr-defined]
 
     # State: w̃ and z live in the parameters.
 
@@ -244,7 +243,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         for index, p in enumerate(self._parameters()):
             state = self.state[p]
             if "offset" in state:
-                p.offset.copy_(state.pop("offset"))  # type: ignore[attr-defined]
+                _center(p).copy_(state.pop("offset"))
                 p.delta.copy_(state.pop("delta"))  # type: ignore[attr-defined]
                 if index in constants:
                     p._constant = (p.delta, p.delta._version)  # type: ignore[attr-defined]
@@ -257,6 +256,11 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         self._recorded_at = state.get("recorded_at")
         for cache in self._caches():
             cache.clear()
+
+
+def _center(p: Tensor) -> Tensor:
+    """Return w̃ of a parameter, for halp itself."""
+    return p._offset.tensor  # type: ignore[attr-defined]
 
 
 class BitCenterSGD(BitCenterSolver):
@@ -304,7 +308,7 @@ class BitCenterSGD(BitCenterSolver):
         cache = p.context.cache  # type: ignore[attr-defined]
         if cache is not None:
             return delta + cache.gradient(p.grad._offset, delta.dtype)  # type: ignore[union-attr]
-        offset = self._decayed(p, p.grad.offset, group)  # type: ignore[union-attr]
+        offset = self._decayed(p, p.grad._offset.tensor, group)  # type: ignore[union-attr]
         return delta + self._rounder(p)(offset).to(delta.dtype)
 
 
@@ -388,6 +392,10 @@ class BitCenterSVRG(BitCenterSolver):
             beyond = iterate.numel() - int(inside.sum())
             self.state[p]["saturated"] = self.state[p].get("saturated", 0) + beyond
         return self._rounder(p)(iterate, scale)
+
+    def _nearest_iterate(self, p: Tensor) -> Tensor:
+        precision, scale = self._rounder(p).precision, self.state[p].get("scale")
+        return (precision if scale is None else replace(precision, scale=scale)).nearest(p.delta)  # type: ignore[attr-defined]
 
     def _clip(self, gradients: list[Tensor]) -> None:
         if self.max_norm is None or not gradients:

@@ -2,13 +2,12 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halp.emulation import Emulation
 from halp.formats import Format
 from halp.optim.base import Closure, FullPrecision, LowPrecision
-from halp.precision import Precision, Rounder
+from halp.precision import Precision, Rounder, as_wide
 from halp.rounding import Scale
 
 
@@ -41,8 +40,6 @@ class Emulated(LowPrecision):
         **options: Any,
     ) -> None:
         self.rounder = Rounder(Precision(format, rounding, scale, seed=seed))  # type: ignore[arg-type]
-        #: Versions of the parameters that are known to lie on the grid.
-        self._on_grid: dict[Tensor, int] = {}
         super().__init__(*args, **options)
 
     def _rounder(self, p: Tensor) -> Rounder:
@@ -52,6 +49,17 @@ class Emulated(LowPrecision):
         with Emulation(self.rounder):
             return super()._call(closure)
 
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        precision = self.rounder.precision
+        for index, p in enumerate(self._parameters()):
+            if not precision.is_held_by(p.dtype):
+                raise TypeError(
+                    f"{type(self).__name__}: parameter {index} is {p.dtype}, which does not hold "
+                    f"every value of {precision}; convert the model to torch.float32, in which low "
+                    "precision is emulated, or take a format that fits"
+                )
+
     def _evaluate(self, closure: Closure | None) -> Any:
         self._put_on_grid()
         self.rounder.new_step()
@@ -60,25 +68,15 @@ class Emulated(LowPrecision):
             for p in self._parameters():
                 if p.grad is not None:
                     p.grad = self.rounder(p.grad)
+        else:
+            self._put_on_grid()  # the closure may have written to them
         return loss
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        super()._update(group, parameters, gradients)
-        for p in parameters:
-            self._on_grid[p] = p._version
-
-    @torch.no_grad()
-    def _put_on_grid(self) -> None:
-        """Round parameters that something else has written to: to nearest, whatever the mode."""
-        precision = self.rounder.precision
-        if precision.rounding == "void":
-            return
-        for p in self._parameters():
-            if self._on_grid.get(p) != p._version:
-                p.copy_(precision.nearest(p))
-                self._on_grid[p] = p._version
+    def _read(self, gradient: Tensor) -> Tensor:
+        """Return a gradient in a wide dtype; blocks lie along its own last dimension."""
+        if not self.rounder.precision.commutes_with_views:
+            gradient = self.rounder(gradient)
+        return as_wide(gradient)
 
     def _solver_state(self) -> dict[str, Any]:
         return {**super()._solver_state(), "stream_position": self.rounder.position}
