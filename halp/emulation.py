@@ -144,6 +144,9 @@ def emulate(
     activation checkpointing recomputes is computed as it was the first time, wherever
     ``backward()`` runs.
 
+    Formats of blocks: a result has its blocks along its own last dimension. Read as another view
+    (``w.t()``, ``w.view(16, 16)``), it is rounded again along that one's.
+
     Args:
         format: a name or a format.
         rounding: any mode of :func:`halp.quantize`. Blocks lie along the last dimension.

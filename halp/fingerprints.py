@@ -9,9 +9,10 @@ from torch import Tensor
 def checksum(x: Tensor) -> int:
     """Return a number that differs where any bit of the elements of ``x`` does.
 
-    It is a sum of the words of memory, in row-major order, each times an odd random number of its
-    own (modulo 2³²): one word that differs always changes it, several leave it unchanged with a
-    chance of 2⁻³². The same in every process.
+    It is a sum of the 32-bit words of memory, in row-major order, each times an odd random number
+    of 64 bits of its own (modulo 2⁶⁴): one word that differs always changes it. Several leave it
+    unchanged with a chance of 2⁻³² at most, also where they differ in their top bit alone, as ones
+    from zeros nearly do. The same in every process.
     """
     # Contiguous, of whole words; a byte or half a word becomes one.
     flat = x.detach().contiguous().view(-1)
@@ -34,5 +35,6 @@ def fingerprint(x: Tensor) -> int:
 @lru_cache(maxsize=64)
 def _odd_numbers(count: int, device: torch.device) -> Tensor:
     generator = torch.Generator().manual_seed(count)
-    numbers = torch.randint(-(2**31), 2**31, (count,), dtype=torch.int32, generator=generator)
+    low, high = torch.iinfo(torch.int64).min, torch.iinfo(torch.int64).max
+    numbers = torch.randint(low, high, (count,), dtype=torch.int64, generator=generator)
     return numbers.bitwise_or_(1).to(device)

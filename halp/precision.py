@@ -4,7 +4,7 @@ import math
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, fields, replace
-from functools import partial
+from functools import cache, partial
 from typing import NamedTuple
 
 import torch
@@ -12,9 +12,11 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from halp import formats
+from halp.calls import not_emulated
 from halp.fingerprints import checksum
 from halp.formats import Format
 from halp.grid import CARRIERS, RandomBits, Rounding
+from halp.memory import Content, in_memory, in_order
 from halp.random_bits import Key, is_traced, random_bits, stream_key
 from halp.recomputation import regions_under_way, repeat_in, repeats_every_operation
 from halp.rounding import Scale, check_rounding, check_scale, in_range, round_to_format
@@ -56,30 +58,59 @@ class Precision:
         ]
         return ", ".join([str(self.format), *changed])
 
-    def round(self, x: Tensor, key: Key | None = None) -> Tensor:
-        """Return ``x`` on the grid, "stoc" with the bits of a stream.
+    @property
+    def commutes_with_views(self) -> bool:
+        """Whether rounding a view gives the view of what rounding the whole gives."""
+        own_scales = isinstance(self.scale, Tensor) and self.scale.numel() > 1
+        return self.format.is_elementwise and not own_scales
 
-        Raises:
-            TypeError: ``x`` is float16 or bfloat16, which does not hold the result.
+    def round(self, x: Tensor, key: Key | None = None, dtype: torch.dtype | None = None) -> Tensor:
+        """Return floating-point ``x`` on the grid, "stoc" with the bits of a stream.
+
+        It is rounded once, in float32 or float64, and stored in ``dtype``: by default its own.
         """
+        dtype = dtype or x.dtype
         if self.rounding == "void":
-            return x
-        if x.dtype not in CARRIERS:
-            return held_in(self.round(as_wide(x), key), x.dtype, self)
-        bits = None
-        if key is not None:
-            bits = RandomBits(random_bits(x, key), CARRIERS[x.dtype].random_bits)
-        return round_to_format(
-            x, self.format, Rounding(self.rounding, self.overflow, bits=bits), self.scale
-        )
+            return x.to(dtype)
+        with not_emulated():
+            wide, bits = as_wide(x), None
+            if key is not None:
+                bits = RandomBits(random_bits(wide, key), CARRIERS[wide.dtype].random_bits)
+            how = Rounding(self.rounding, self.overflow, bits=bits)
+            held = _narrower(wide.dtype, dtype)
+            return round_to_format(wide, self.format, how, self.scale, held=held).to(dtype)
 
     def in_range(self, x: Tensor) -> Tensor:
         """Whether each element of ``x`` rounds to something within the format's range."""
-        return in_range(x, self.format, self.scale)
+        return in_range(as_wide(x), self.format, self.scale)
 
-    def nearest(self, x: Tensor) -> Tensor:
-        """Return ``x`` on the grid, to nearest whatever the mode."""
-        return x if self.rounding == "void" else replace(self, rounding="near").round(x)
+    def nearest(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
+        """Return ``x`` on the grid, to nearest whatever the mode; see :meth:`round`."""
+        if self.rounding == "void":
+            return x.to(dtype or x.dtype)
+        return replace(self, rounding="near").round(x, dtype=dtype)
+
+    def is_held_by(self, dtype: torch.dtype) -> bool:
+        """Whether float16 or bfloat16 can store what is rounded; wider dtypes always may."""
+        if dtype in CARRIERS or self.rounding == "void":
+            return True
+        scale = 1.0 if self.scale is None else self.scale
+        return _holds(dtype, self.format, scale if isinstance(scale, int | float) else None)
+
+
+@cache
+def _holds(dtype: torch.dtype, format: Format, scale: float | None) -> bool:
+    """Whether ``dtype`` holds a format's values; where the scale varies, their digits."""
+    values = torch.tensor(format.landmarks, dtype=torch.float64)
+    values = torch.frexp(values)[0] if scale is None else values * scale
+    return torch.equal(values.to(dtype).double(), values)
+
+
+def _narrower(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    """Return the one of two dtypes that reaches less far."""
+    if dtype == other:
+        return dtype
+    return min(dtype, other, key=lambda d: torch.finfo(d).max)
 
 
 class Rounder:
@@ -110,47 +141,43 @@ class Rounder:
             self.position += 1
             self.generation += not keeps_copies
 
-    def __call__(self, x: Tensor, scale: float | None = None) -> Tensor:
-        """Return ``x`` (float32 or float64) on the grid; ``x`` itself where nothing is rounded.
+    def __call__(
+        self, x: Tensor, scale: float | None = None, dtype: torch.dtype | None = None
+    ) -> Tensor:
+        """Return floating-point ``x`` on the grid; ``x`` itself where nothing is rounded.
 
-        ``scale`` takes the place of the precision's own.
+        ``scale`` takes the place of the precision's own. The result is stored in ``dtype``, by
+        default that of ``x``.
         """
         if self.overflowed is False:
             self.overflowed = _overflows(x)
         precision = self.precision if scale is None else replace(self.precision, scale=scale)
-        if x.dtype not in CARRIERS and precision.rounding != "void":
-            return held_in(self(as_wide(x), scale), x.dtype, precision)
-        if self._fixed:
+        if self._fixed and x.dtype in CARRIERS and dtype in (None, x.dtype):
             return round_to_format(x, precision.format, self._how, precision.scale)
         if precision.rounding != "stoc":
-            return precision.round(x)
+            return precision.round(x, dtype=dtype)
         _refuse_tracing(x)
         self._repeat_in_recomputation()
         key = stream_key(precision.seed, self.position)
         self.position += 1
-        return precision.round(x, key)
+        return precision.round(x, key, dtype)
 
-    def copy(self, x: Tensor) -> Tensor:
+    def copy(self, x: Tensor, dtype: torch.dtype | None = None) -> Tensor:
         """Return ``x`` on the grid as an operand that may be read more than once in a step.
 
         Random bits are then those of its values, in memory's order: whoever reads the same values
         again in this step, also transposed, reads the same copy of them.
         """
         if self.precision.rounding != "stoc":
-            return self(x)
+            return self(x, dtype=dtype)
         if self.overflowed is False:
             self.overflowed = _overflows(x)
         _refuse_tracing(x)
         self._repeat_in_recomputation()
-        order = list(range(x.dim()))
-        if self.precision.format.commutes_with_views:
-            order.sort(key=lambda d: (x.stride(d), x.shape[d]), reverse=True)
-        in_memory = x.permute(order)
-        if not in_memory.is_contiguous():
-            order, in_memory = list(range(x.dim())), x
-        key = stream_key(self.precision.seed, self._start, checksum(in_memory))
-        rounded = self.precision.round(in_memory, key)
-        return rounded.permute([order.index(d) for d in range(x.dim())])
+        source, order = in_memory(x) if self.precision.commutes_with_views else (x, None)
+        key = stream_key(self.precision.seed, self._start, checksum(source))
+        rounded = self.precision.round(source, key, dtype)
+        return rounded if source is x else in_order(rounded, x, order)
 
     def _repeat_in_recomputation(self) -> None:
         regions = regions_under_way()
@@ -192,80 +219,64 @@ def _overflows(x: Tensor) -> bool:
     return not (-math.inf < low.item() and high.item() < math.inf)
 
 
-class _Known(NamedTuple):
-    """What is known of a tensor.
+class _Copy(NamedTuple):
+    """A rounded copy, and what tells whether it still is one."""
 
-    Versions would miss what NumPy or a write through ``.data`` puts there: its bits are compared.
-    """
-
+    source: Content
     generation: int
-    bits: Tensor
-    #: The rounded copy; None where the values lie on the grid themselves.
+    #: None where the values lie on the grid themselves.
     copy: Tensor | None
-
-    def holds(self, x: Tensor, generation: int) -> bool:
-        """Whether the memory of ``x`` holds what it held."""
-        return generation == self.generation and torch.equal(self.bits, _bits_of(x))
-
-
-def _bits_of(x: Tensor) -> Tensor:
-    """Return contiguous memory as integers, which tell −0 from 0 and one NaN is equal to itself."""
-    return x.detach().view(-1).view({2: torch.int16, 4: torch.int32, 8: torch.int64}[x.itemsize])
 
 
 class _Memory:
-    """What is known of the tensors in one piece of memory, by place, size and dtypes."""
+    """What is known of the tensors in one piece of memory, by place, shape and dtypes."""
 
     __slots__ = ("copies", "storage")
 
     def __init__(self, storage: StorageWeakRef) -> None:
         self.storage = storage
-        self.copies: dict[tuple, _Known] = {}
+        self.copies: dict[tuple, _Copy] = {}
 
 
 class RoundedCopies:
-    """Rounded copies of plain tensors, each remembered while its memory holds the same bits.
+    """Rounded copies of plain tensors, each remembered while its memory lives unchanged.
 
     A step reads its inputs and parameters several times, also transposed: what is remembered is
-    the memory that they occupy. Each is rounded once, then, also where rounding is random.
+    the memory that they occupy. Each is rounded once, then, also where rounding is random. Where
+    rounding does not commute with views (blocks), every view is rounded for itself, along its own
+    last dimension. A copy counts only as long as the memory holds the bits that were rounded.
     """
 
     def __init__(self, rounder: Rounder) -> None:
         self._rounder = rounder
+        self._by_memory = rounder.precision.commutes_with_views
         self._memories: dict[int, _Memory] = {}
 
     def rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
         """Return floating-point ``x`` on the grid, stored in ``dtype``."""
-        if is_traced(x) or x.is_inference():
-            return self._round(x, dtype)
-        if x.is_contiguous():
-            return self._rounded(x, dtype)
-        if x.dim() == 2 and x.t().is_contiguous() and self._commutes:
-            return self._rounded(x.t(), dtype).t()
-        return self._round(x, dtype)
-
-    def _rounded(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        copies, place = self._memory(x).copies, self._place(x, dtype)
-        known = copies.get(place)
-        if known is None or not known.holds(x, self._rounder.generation):
-            copy = self._round(x, dtype)
-            known = copies[place] = _Known(self._rounder.generation, _bits_of(x).clone(), copy)
-        return x if known.copy is None else known.copy.view(x.shape)
-
-    @property
-    def _commutes(self) -> bool:
-        return self._rounder.precision.format.commutes_with_views
-
-    def _place(self, x: Tensor, dtype: torch.dtype) -> tuple:
-        """Return what tells a tensor from others in its memory; blocks lie along its rows."""
-        row = None if self._commutes or x.dim() == 0 else x.shape[-1]
-        return (x.storage_offset(), x.numel(), row, x.dtype, dtype)
+        if is_traced(x) or self._rounder.precision.rounding == "void":
+            return self._rounder.copy(x, dtype)
+        source, order = self._source(x)
+        copies, key = self._memory(x).copies, _key(source, dtype)
+        known = copies.get(key)
+        if (
+            known is None
+            or known.generation != self._rounder.generation
+            or not known.source.is_in(source)
+        ):
+            copy = self._rounder.copy(source, dtype)
+            known = copies[key] = _Copy(Content(source), self._rounder.generation, copy)
+        if known.copy is None:
+            return x
+        return known.copy if source is x else in_order(known.copy, x, order)
 
     def remember(self, x: Tensor) -> None:
         """Note that ``x`` lies on the grid already."""
-        if not (is_traced(x) or x.is_inference()) and x.is_contiguous():
-            known = _Known(self._rounder.generation, _bits_of(x).clone(), None)
-            self._memory(x).copies[self._place(x, x.dtype)] = known
+        if is_traced(x) or self._rounder.precision.rounding == "void":
+            return
+        source, _ = self._source(x)
+        known = _Copy(Content(source), self._rounder.generation, None)
+        self._memory(x).copies[_key(source, x.dtype)] = known
 
     def forget(self, x: Tensor | None = None) -> None:
         """Forget what shares memory with ``x``, which was written to; or everything."""
@@ -273,6 +284,10 @@ class RoundedCopies:
             self._memories.clear()
         else:
             self._memories.pop(x.untyped_storage()._cdata, None)
+
+    def _source(self, x: Tensor) -> tuple[Tensor, list[int] | None]:
+        """Return what is rounded of ``x``: where rounding commutes with views, its memory."""
+        return in_memory(x) if self._by_memory else (x, None)
 
     def _memory(self, x: Tensor) -> _Memory:
         storage = x.untyped_storage()
@@ -284,28 +299,12 @@ class RoundedCopies:
             memory = self._memories[storage._cdata] = _Memory(StorageWeakRef(storage))
         return memory
 
-    def _round(self, x: Tensor, dtype: torch.dtype) -> Tensor:
-        copy = self._rounder.copy(as_wide(x))
-        if dtype in CARRIERS:
-            return copy.to(dtype)
-        return held_in(copy, dtype, self._rounder.precision)
 
-
-def held_in(x: Tensor, dtype: torch.dtype, precision: Precision) -> Tensor:
-    """Return rounded values in a narrower dtype.
-
-    Raises:
-        TypeError: it does not hold them.
-    """
-    narrow = x.to(dtype)
-    if not torch.equal(narrow.to(x.dtype).nan_to_num(), x.nan_to_num()):
-        raise TypeError(
-            f"{dtype} does not hold the values of {precision}: keep the model in torch.float32, in "
-            "which low precision is emulated"
-        )
-    return narrow
+def _key(x: Tensor, dtype: torch.dtype) -> tuple:
+    """Return what tells a tensor from others of its memory, and the dtype of its copy."""
+    return x.storage_offset(), x.shape, x.stride(), x.dtype, dtype
 
 
 def as_wide(x: Tensor) -> Tensor:
     """Return ``x`` in a dtype that values can be rounded in: float32 unless it is float64."""
-    return x if x.dtype in (torch.float32, torch.float64) else x.float()
+    return x if x.dtype in CARRIERS else x.float()

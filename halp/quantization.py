@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from halp.calls import not_emulated
 from halp.formats import Format
-from halp.precision import Precision, as_wide
+from halp.precision import Precision
 from halp.random_bits import stream_key
 from halp.recomputation import regions_under_way, repeat_in
 
@@ -116,14 +116,14 @@ class _StraightThrough(torch.autograd.Function):
         clip: bool,
     ) -> Tensor:
         with not_emulated():
-            rounded = _rounded(as_wide(x), precision, stream, call, 0).to(x.dtype)
+            rounded = _rounded(x, precision, stream, call, 0)
         return rounded.clone() if precision.rounding == "void" else rounded
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
         x, stream, call, precision, ctx.backward_precision, clip = inputs
         with not_emulated():
-            inside = precision.in_range(as_wide(x)) if clip else None
+            inside = precision.in_range(x) if clip else None
         ctx.save_for_backward(stream, call, inside)
 
     @staticmethod
@@ -133,8 +133,7 @@ class _StraightThrough(torch.autograd.Function):
             if inside is not None:
                 gradient = torch.where(inside, gradient, 0)
             if ctx.backward_precision is not None:
-                wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
-                gradient = wide.to(gradient.dtype)
+                gradient = _rounded(gradient, ctx.backward_precision, stream, call, 1)
         return gradient, None, None, None, None, None
 
 

@@ -21,6 +21,7 @@ from halp.bitcenter.cache_files import HostMemory, MappedFile, in_words
 from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Context, Form, Offset
 from halp.bitcenter.packing import from_signs, pack, unpack, with_signs
 from halp.fingerprints import fingerprint
+from halp.memory import Content
 
 _log = logging.getLogger("halp")
 
@@ -78,8 +79,8 @@ class Plain(NamedTuple):
     """A plain tensor that a pass has met."""
 
     number: int
-    fingerprint: int
     tensor: Tensor  # held on to, lest its memory become another's
+    content: Content
 
 
 class Source(NamedTuple):
@@ -245,12 +246,24 @@ class KeptOffset(Offset):
 
     def touch(self, form: Form, context: Context, dtype: torch.dtype) -> bool:
         """Note, while the cache records, that inner steps will read this form; they can."""
-        if self._view is not None:
+        if self._is_of_base(form):
+            assert self._view is not None
             return self._view[0].touch(form, context, dtype)
-        recipe = self._recipes.get(form)
+        recipe = self._recipe(form)
         if recipe is not None and recipe.touch(context, dtype):
             return True
         return self._cache.keep(self.key, form, self._unchanged, dtype)
+
+    def _is_of_base(self, form: Form) -> bool:
+        """Whether nothing is kept of this view but what is of the whole."""
+        return self._view is not None and self._commutes(form)
+
+    def _recipe(self, form: Form) -> Recipe | None:
+        return self._recipes.get(form) if self._commutes(form) else None
+
+    def _commutes(self, form: Form) -> bool:
+        """Whether views and recipes may be made of what is rounded; blocks lie elsewhere then."""
+        return not form.rounds or self._context.precision.commutes_with_views
 
     def _unchanged(self) -> Tensor | None:
         tensor = self._tensor
@@ -267,11 +280,12 @@ class KeptOffset(Offset):
         """Return what has been kept of the offset in one form; None if nothing has."""
         if self._tensor is not None:  # recording: rules run to see what they read
             return self._tensor.to(dtype) if form.rounds else self._tensor
-        if self._view is not None:
+        if self._is_of_base(form):
+            assert self._view is not None
             base = self._view[0]
             seen = Source(form, base).read(context, dtype)
             return None if seen is None else self._view[1](seen)
-        recipe = self._recipes.get(form)
+        recipe = self._recipe(form)
         if recipe is None:
             return self._cache.fetch(self.key, form, dtype, self._batch)
         if (form, dtype) not in self._made:
@@ -405,8 +419,7 @@ class OffsetCache:
             _at(memory, entry).copy_(codes)
         signature = (tuple(entries.items()), tuple(self._layouts.items()))
         program = self._programs.setdefault(signature, Program(entries, self._layouts))
-        prints = tuple(plain.fingerprint for plain in self._plain.values())
-        self._batches.append(Batch(prints, program, self._store.keep(memory)))
+        self._batches.append(Batch(tuple(self._prints), program, self._store.keep(memory)))
         self._kept, self._layouts = {}, {}
 
     def _announce(self, nbytes: int, n_batches: int | None) -> None:
@@ -493,6 +506,7 @@ class OffsetCache:
         """A new pass over the model may begin: with the next operation, if there is one."""
         self._fresh = True
         self._plain: dict[Any, Plain] = {}
+        self._prints: list[int] = []
         self._draws: Counter[int] = Counter()
 
     def fetch(self, key: int, form: Form, dtype: torch.dtype, batch: Any = None) -> Tensor | None:
@@ -572,14 +586,16 @@ class OffsetCache:
         return hash(("draw", key, self._draws[key]))
 
     def _key_of_plain(self, x: Tensor) -> int:
-        where: tuple = (x.data_ptr(), x.numel(), x.dtype, x._version)
+        where: tuple = (x.data_ptr(), x.numel(), x.dtype)
         if not (x.is_contiguous() or (x.dim() == 2 and x.t().is_contiguous())):
             where = (*where, x.shape, x.stride())  # it may skip some of its memory
-        if where not in self._plain:
+        row = _in_a_row(x) if len(where) == 3 else x
+        if where not in self._plain or not self._plain[where].content.is_in(row):
             mark = fingerprint(x)
             if not self.recording:
                 self._find(mark)
-            self._plain[where] = Plain(len(self._plain), mark, x)
+            self._plain[where] = Plain(len(self._prints), x, Content(row))
+            self._prints.append(mark)
         return hash(("plain", self._plain[where].number, tuple(x.shape), x.stride()))
 
     def _begin(self) -> None:
@@ -605,7 +621,7 @@ class OffsetCache:
         Raises:
             CacheError: the snapshot saw no such batch.
         """
-        seen = [*(plain.fingerprint for plain in self._plain.values()), mark]
+        seen = [*self._prints, mark]
         if self._batches and self._batches[self._index].fingerprints[: len(seen)] == tuple(seen):
             return
         for marks in (seen, [mark]):  # or another pass begins
@@ -614,6 +630,7 @@ class OffsetCache:
                     continue
                 if len(marks) < len(seen):
                     self._plain.clear()
+                    self._prints.clear()
                     self._draws.clear()
                     self._load(index)
                 elif self._draws:
@@ -658,6 +675,11 @@ class Loaded:
         if form is SIGNED:
             return from_signs(value)
         return value if form.decode is None else form.decode(value)
+
+
+def _in_a_row(x: Tensor) -> Tensor:
+    """Return the memory of a tensor that has no gaps, whichever way it is transposed."""
+    return (x if x.is_contiguous() else x.t()).view(-1)
 
 
 def _batches_of(values: Any) -> Iterator[Any]:

@@ -21,6 +21,7 @@ from halp.bitcenter.swapping import (
 from halp.bitcenter.tensor import BitCenteredTensor
 from halp.bitcenter.writes import assign
 from halp.formats import Format
+from halp.memory import Content
 from halp.precision import Precision
 from halp.recurrent import unfuse
 from halp.rounding import Scale
@@ -231,7 +232,7 @@ def _buffers_not_in(
 def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[None]:
     """Within the block, the parameters of a bit-centered model are plain."""
     saved: dict[int, tuple[Tensor, Tensor | None]] = {}
-    versions: dict[int, int] = {}
+    contents: dict[int, tuple[int, Content]] = {}
     for parameter in model.parameters():
         if isinstance(parameter, BitCenteredTensor):
             saved[id(parameter)] = (parameter.detach(), parameter.grad)
@@ -244,14 +245,14 @@ def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
         raise
     for parameter in model.parameters():
         if id(parameter) in saved:
-            versions[id(parameter)] = parameter._version
+            contents[id(parameter)] = (parameter._version, Content(parameter))
     try:
         yield
     finally:
         written = {
             id(p): p.detach().clone()
             for p in model.parameters()
-            if versions.get(id(p)) != p._version
+            if id(p) in contents and _is_written(p, *contents[id(p)])
         }
         for parameter in model.parameters():
             if id(parameter) in saved:
@@ -262,6 +263,11 @@ def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
                 if id(parameter) in written:
                     assign(parameter.detach(), written[id(parameter)])  # type: ignore[arg-type]
                 parameter.grad = saved[id(parameter)][1]
+
+
+def _is_written(parameter: Tensor, version: int, content: Content) -> bool:
+    """Whether something has written to a parameter: NumPy and ``.data`` leave its version alone."""
+    return parameter._version != version or not content.is_in(parameter)
 
 
 def value(t: Tensor) -> Tensor:

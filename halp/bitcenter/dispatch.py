@@ -15,7 +15,7 @@ from torch._ops import OpOverload
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.cache import Recipes
-from halp.bitcenter.offsets import Offset
+from halp.bitcenter.offsets import Offset, in_layout_of
 from halp.bitcenter.operands import Decided, Operand, all_constant, exact_of, on_offsets
 from halp.bitcenter.replay import run_with_cache
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
@@ -350,8 +350,8 @@ def _constant(offset: Any, like: BitCenteredTensor) -> Any:
 
 def wrap(offset: Tensor, delta: Tensor, like: BitCenteredTensor) -> BitCenteredTensor:
     """Round ``delta`` and put it together with its offset, in the offset's memory layout."""
-    delta = like.context.rounder(delta).to(_delta_dtype(like, offset))
-    return BitCenteredTensor(offset, _in_layout_of(offset, delta), like.context)
+    delta = like.context.rounded(delta, _delta_dtype(like, offset), offset)
+    return BitCenteredTensor(offset, delta, like.context, is_shown=False)
 
 
 def _delta_dtype(like: BitCenteredTensor, offset: Tensor) -> torch.dtype:
@@ -407,16 +407,9 @@ def _parts_deferred(
 def _wrap_deferred(
     offset: Callable[[], Tensor], delta: Tensor, like: BitCenteredTensor
 ) -> BitCenteredTensor:
-    rounded = like.context.rounder(delta).to(like.delta.dtype)
-    deferred = like.context.defer(lambda: _in_layout_of(rounded, offset()))
+    rounded = like.context.rounded(delta, like.delta.dtype)
+    deferred = like.context.defer(lambda: in_layout_of(rounded, offset()))
     return BitCenteredTensor(deferred, rounded, like.context, like.dtype)
-
-
-def _in_layout_of(model: Tensor, x: Tensor) -> Tensor:
-    """Return ``x`` with the strides of ``model``: views must be able to take both parts alike."""
-    if x.stride() == model.stride():
-        return x
-    return torch.empty_strided(model.shape, model.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
@@ -424,7 +417,11 @@ def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwarg
 
     Integer and boolean results carry both; the delta of a floating-point result is the difference.
     """
-    offsets = call(func, args, kwargs, lambda x: x.offset if type(x) is BitCenteredTensor else x)
+
+    def offset_of(x: Tensor) -> Tensor:
+        return x._offset.tensor if type(x) is BitCenteredTensor else x
+
+    offsets = call(func, args, kwargs, offset_of)
     values = call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 
     def pair(offset: Any, value: Any) -> Any:
@@ -432,7 +429,7 @@ def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwarg
             return value
         if value.dtype.is_floating_point:
             return wrap(offset, value - offset, like)
-        return BitCenteredTensor(offset, _in_layout_of(offset, value), like.context)
+        return BitCenteredTensor(offset, in_layout_of(offset, value), like.context)
 
     if isinstance(values, tuple | list):
         return type(values)(map(pair, offsets, values))

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import torch
 from torch import Tensor
 
+from halp.memory import Unchanged, version_of
 from halp.precision import Precision, RoundedCopies, Rounder
 from halp.random_bits import is_traced
 
@@ -36,27 +37,55 @@ EXACT = Form("exact", rounds=False)
 LOG_PROBABILITY = Form("probability", rounds=True, encode=torch.exp, decode=torch.log)
 
 
+class _Low(NamedTuple):
+    """A low-precision copy of an offset or of a view of one, and what tells whether it still is."""
+
+    tensor: Tensor
+    source: Unchanged
+    generation: int
+    copy: Tensor
+
+
 class Offset:
-    """One tensor's offset, and its low-precision copy once an operation has read it.
+    """One tensor's offset, and its low-precision copies once operations have read it.
+
+    A view's is the view of the whole's, unless the format has blocks: they lie along the last
+    dimension of the operand as it is read. Nobody but halp writes to an offset, and its version
+    tells of that, until it is shown; from then on its content is compared.
 
     In a backward pass an offset is computed when it is first read: that of a parameter's gradient,
     a third of the offset pass, is then computed only by solvers that use it.
     """
 
-    __slots__ = ("_compute", "_key", "_low", "_low_version", "_tensor", "_view", "__weakref__")
+    __slots__ = (
+        "_compute",
+        "_is_shown",
+        "_key",
+        "_lows",
+        "_notes",
+        "_tensor",
+        "_view",
+        "__weakref__",
+    )
 
     def __init__(
         self,
         tensor: Tensor | None,
         compute: Callable[[], Tensor] | None = None,
         view: "tuple[Any, Callable[[Tensor], Tensor], int] | None" = None,
+        *,
+        is_shown: bool = False,
     ) -> None:
         self._tensor = tensor
         self._compute = compute
         #: The offset that this one is a view of, how to see it, and a name of that.
         self._view = view
-        self._low: Tensor | None = None
-        self._low_version = (-1, 0)
+        #: Whether somebody may write to the memory past its version: of a root, for its views too.
+        self._is_shown = is_shown
+        #: Of a root: the copies of it and of its views, by place, shape and dtype.
+        self._lows: dict[tuple, _Low] = {}
+        #: What :meth:`noted` has returned.
+        self._notes: list[weakref.ref[Unchanged]] = []
         #: Of the computation that it comes from: what a cache finds it by.
         self._key: int | None = None
 
@@ -64,6 +93,37 @@ class Offset:
     def tensor(self) -> Tensor:
         """The unrounded offset, as a rule or a user reads it."""
         return self.computed
+
+    def shown(self) -> Tensor:
+        """Return the unrounded offset for somebody who may write to it, with NumPy say."""
+        tensor, root = self.tensor, self.root
+        if not root._is_shown:
+            root._is_shown = True
+            for key, low in list(root._lows.items()):
+                if low.source.holds(low.tensor, version_of(low.tensor)):
+                    low.source.hand_out(low.tensor)
+                else:
+                    del root._lows[key]
+            for note in filter(None, (ref() for ref in root._notes)):
+                if note.holds(root.computed, version_of(root.computed)):
+                    note.hand_out(root.computed)
+        return tensor
+
+    def noted(self) -> Unchanged:
+        """Return what tells later whether this root still holds what it holds now."""
+        note = self._unchanged_now()
+        self._notes = [ref for ref in self._notes if ref() is not None] + [weakref.ref(note)]
+        return note
+
+    def _unchanged_now(self) -> Unchanged:
+        tensor = self.computed
+        compares = self.root._is_shown or tensor.is_inference()
+        return Unchanged(tensor, None if compares else tensor._version)
+
+    def is_as_noted(self, note: Unchanged) -> bool:
+        """Whether it holds what it held when this was noted."""
+        is_of_this = any(ref() is note for ref in self._notes)
+        return is_of_this and note.holds(self.computed, version_of(self.computed))
 
     @property
     def computed(self) -> Tensor:
@@ -83,16 +143,22 @@ class Offset:
         """Return the offset rounded once to the low-precision format, stored in ``dtype``."""
         tensor, rounder = self.computed, context.rounder
         if is_traced(tensor):
-            return rounder.copy(tensor).to(dtype)
-        version = (0 if tensor.is_inference() else tensor._version, rounder.generation)
-        if self._low is None or self._low_version != version or self._low.dtype != dtype:
-            if self._view is not None and context.precision.format.commutes_with_views:
-                base, view, _ = self._view
-                self._low = view(base.low(context, dtype))
-            else:
-                self._low = rounder.copy(tensor).to(dtype)
-            self._low_version = version
-        return self._low
+            return rounder.copy(tensor, dtype)
+        if self._view is not None and rounder.precision.commutes_with_views:
+            base, see, _ = self._view
+            return see(base.low(context, dtype))
+        root = self.root
+        key = (tensor.storage_offset(), tensor.shape, tensor.stride(), dtype)
+        low = root._lows.get(key)
+        if (
+            low is None
+            or low.generation != rounder.generation
+            or not low.source.holds(tensor, version_of(tensor))
+        ):
+            copy = rounder.copy(tensor, dtype)
+            low = _Low(tensor, self._unchanged_now(), rounder.generation, copy)
+            root._lows[key] = low
+        return low.copy
 
     def view(self, see: Callable[[Tensor], Tensor], name: int) -> "Offset":
         """Return a view of this offset; ``name`` tells it from others."""
@@ -205,9 +271,32 @@ class Context:
         if self.cache is not None:
             self.cache.new_pass()
 
-    def defer(self, compute: Callable[[], Tensor]) -> Offset:
-        """Return an offset that is computed when first read."""
-        offset = Offset(None, compute)
+    def rounded(self, delta: Tensor, dtype: torch.dtype, like: Any = None) -> Tensor:
+        """Return a result's delta on the grid, laid out like another tensor if one is given."""
+        rounded = self.rounder(delta, dtype=dtype)
+        if like is not None:
+            rounded = in_layout_of(like, rounded)
+        self.remember(rounded)
+        return rounded
+
+    def remember(self, delta: Tensor) -> None:
+        """Note that a delta has been rounded in its own shape."""
+        if not self.precision.commutes_with_views:
+            self.copies.remember(delta)
+
+    def read(self, delta: Tensor) -> Tensor:
+        """Return a delta as an operation reads it: blocks lie along its own last dimension.
+
+        It was rounded when it was made, and is again only where it is a view with other blocks.
+        """
+        recording = self.cache is not None and self.cache.recording  # then it is a stand-in
+        if recording or self.precision.commutes_with_views:
+            return delta
+        return self.copies.rounded(delta, delta.dtype)
+
+    def defer(self, compute: Callable[[], Tensor], view: Any = None) -> Offset:
+        """Return an offset that is computed when first read; ``view`` as for :class:`Offset`."""
+        offset = Offset(None, compute, view)
         if len(self._pending) > 4096:
             self._pending = [ref for ref in self._pending if _is_pending(ref())]
         self._pending.append(weakref.ref(offset))
@@ -220,6 +309,13 @@ class Context:
             if offset is not None:
                 offset.computed  # noqa: B018
         self._pending.clear()
+
+
+def in_layout_of(model: Tensor, x: Tensor) -> Tensor:
+    """Return ``x`` with the strides of ``model``: views must be able to take both parts alike."""
+    if x.stride() == model.stride():
+        return x
+    return torch.empty_strided(model.shape, model.stride(), dtype=x.dtype, device=x.device).copy_(x)
 
 
 def _is_pending(offset: Offset | None) -> bool:

@@ -61,9 +61,11 @@ class Operand:
         if type(tensor) is BitCenteredTensor:
             self._plain, self._offset, self.after = None, tensor._offset, tensor.delta
             if not tensor.is_constant:
-                self.delta, self.decision = tensor.delta, tensor.decision
+                self.decision = tensor.decision
                 if self.decides:  # a count, or a mask of zeros and ones
-                    self.delta = tensor.delta.to(dtype) - tensor.offset.to(dtype)
+                    self.delta = tensor.delta.to(dtype) - tensor._offset.tensor.to(dtype)
+                else:
+                    self.delta = context.read(tensor.delta)
 
     @property
     def offset(self) -> Tensor:

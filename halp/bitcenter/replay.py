@@ -104,6 +104,7 @@ def kept_result(
     else:
         stride = None if layout is None else layout.stride
         zeros = _strided(context.rounder(delta).to(delta_dtype), stride)
+        context.remember(zeros)
         constant = False
     result = BitCenteredTensor(kept, zeros, context, dtype)
     if constant:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halp.bitcenter.offsets import Context, Offset
+from halp.grid import CARRIERS
 from halp.random_bits import is_traced
 
 
@@ -40,7 +41,9 @@ class BitCenteredTensor(Tensor):
 
     Attributes:
         offset: the high-precision part w̃, a plain tensor of this tensor's shape and dtype.
-        delta: the low-precision part z, stored in the model's original dtype.
+        delta: the low-precision part z, stored in the model's original dtype. A view's is the view
+            of the whole's: in formats of blocks, an operation that reads it rounds it again, along
+            its own last dimension.
         context: what all tensors of one model share.
         decision: which elements of the full value a ReLU let through, for its backward pass.
     """
@@ -64,12 +67,29 @@ class BitCenteredTensor(Tensor):
         delta: Tensor,
         context: Context,
         dtype: torch.dtype | None = None,
+        *,
+        is_shown: bool = True,
     ) -> "BitCenteredTensor":
-        """Wrap two plain tensors of one shape; ``dtype`` is that of an offset not yet computed."""
+        """Wrap two plain tensors of one shape.
+
+        Args:
+            offset, delta, context: see the class.
+            dtype: of an offset that is not computed yet.
+            is_shown: whether others than halp may hold the offset and write to it.
+
+        Raises:
+            RuntimeError: the offset is in low precision.
+        """
         layout = delta
         if not isinstance(offset, Offset):
             dtype, layout = offset.dtype, offset
-            offset = Offset(offset)
+            if dtype.is_floating_point and dtype not in CARRIERS:
+                raise RuntimeError(
+                    f"an operation would make a bit-centered tensor {dtype}, and offsets are in "
+                    "torch.float32 or torch.float64: leave torch.autocast, or disable it around "
+                    "the model; its deltas are in low precision already"
+                )
+            offset = Offset(offset, is_shown=is_shown)
         elif offset.is_recorded:  # its delta is a stand-in
             layout = offset.computed
         self = Tensor._make_wrapper_subclass(
@@ -93,7 +113,7 @@ class BitCenteredTensor(Tensor):
     ) -> "BitCenteredTensor":
         """Wrap a tensor whose delta is zero, and known to be until something writes to it."""
         delta = torch.zeros_like(offset, dtype=delta_dtype)
-        self = cls(offset, delta, context)
+        self = cls(offset, delta, context, is_shown=False)
         if not is_traced(delta) and not delta.is_inference():
             self._constant = (delta, delta._version)
         return self
@@ -102,7 +122,9 @@ class BitCenteredTensor(Tensor):
     def is_constant(self) -> bool:
         """Whether the delta is known to be zero, so that rules can skip it."""
         known = self._constant
-        return known is not None and known[0] is self.delta and known[1] == self.delta._version
+        if known is None or known[0] is not self.delta or known[1] != self.delta._version:
+            return False
+        return is_zero(self.delta)  # NumPy, or .data, may have written to it
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
@@ -115,7 +137,7 @@ class BitCenteredTensor(Tensor):
     @property
     def offset(self) -> Tensor:
         """The high-precision part, computed now if it has not been needed before."""
-        return self._offset.tensor
+        return self._offset.shown()
 
     @property
     def low_offset(self) -> Tensor:
@@ -127,7 +149,7 @@ class BitCenteredTensor(Tensor):
         """``offset + delta`` as a plain tensor in the offset's dtype; aliases neither."""
         if not self.dtype.is_floating_point:
             return self.delta.clone()
-        return self.offset + self.delta
+        return self._offset.tensor + self.delta
 
     def __tensor_flatten__(self) -> tuple[list[str], Any]:
         return ["offset", "delta"], (self.context, self.context.offsets_only)
@@ -162,12 +184,13 @@ class BitCenteredTensor(Tensor):
     def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         if not self._offset.root.is_at_hand:
             return f"BitCenteredTensor(offset=cached, delta={self.delta})"
-        if type(self.offset) is not Tensor:  # traced
+        offset = self._offset.tensor
+        if type(offset) is not Tensor:  # traced
             return f"BitCenteredTensor(shape={tuple(self.shape)}, dtype={self.dtype})"
         suffix = ", requires_grad=True" if self.requires_grad else ""
         suffix = f", grad_fn=<{self.grad_fn.name()}>" if self.grad_fn is not None else suffix
         return (
-            f"BitCenteredTensor(offset={self.offset}, delta={self.delta}, "
+            f"BitCenteredTensor(offset={offset}, delta={self.delta}, "
             f"format={self.context.precision.format}{suffix})"
         )
 
@@ -209,7 +232,7 @@ class BitCenteredTensor(Tensor):
             )
         context = copy.deepcopy(self.context, memo)
         new = _rebuild(
-            self.offset.clone(),
+            self._offset.tensor.clone(),
             self.delta.clone(),
             context,
             *copy.deepcopy(self._extra_state(), memo),
@@ -227,6 +250,13 @@ class BitCenteredTensor(Tensor):
         attributes = {name: v for name, v in vars(self).items() if name not in OWN_ATTRIBUTES}
         is_parameter = getattr(self, "_is_param", False)
         return self.requires_grad, is_parameter, self._plain_class, attributes
+
+
+def is_zero(x: Tensor) -> bool:
+    """Whether all elements of a tensor are zero."""
+    if x.numel() > 1 and not any(x.stride()):  # one element, expanded
+        x = x[(0,) * x.dim()]
+    return not x.any()
 
 
 def _rebuild(

@@ -90,7 +90,7 @@ def assign(target: BitCenteredTensor, source: Tensor) -> None:
 def _assign_offset(target: BitCenteredTensor, source: Tensor) -> None:
     centered = source if isinstance(source, BitCenteredTensor) else None
     if not target.context.is_cached or is_at_hand(target):
-        target.offset.copy_(source if centered is None else centered.offset)
+        target._offset.tensor.copy_(source if centered is None else centered._offset.tensor)
         return
     cache, root = target.context.cache, target._offset.root
     assert cache is not None

@@ -21,8 +21,6 @@ class FloatFormat:
         ValueError: fewer than 2 exponent bits or no fraction bit, or more than float64 has.
     """
 
-    #: Whether a view of a rounded tensor is the rounded view: each element is rounded alone.
-    commutes_with_views: ClassVar[bool] = True
     name: str
     #: Width of the exponent field.
     exponent_bits: int
@@ -36,6 +34,9 @@ class FloatFormat:
     has_negative_zero: bool = True
     #: How many values the top of the largest binade loses to NaN codes.
     missing_top_values: int = 0
+
+    #: Each value is rounded by itself: rounding a view is viewing what is rounded.
+    is_elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not (2 <= self.exponent_bits <= 11 and 1 <= self.fraction_bits <= 52):
@@ -90,6 +91,11 @@ class FloatFormat:
         """Largest relative error of rounding a normal value to nearest: ``2^−(m+1)``."""
         return 2.0 ** -(self.fraction_bits + 1)
 
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """Values of most digits and widest range: what holds them holds all."""
+        return self.max, self.smallest_normal + self.smallest_subnormal, self.smallest_subnormal
+
     def __hash__(self) -> int:
         return hash(self.name)  # every rounding looks its constants up
 
@@ -108,8 +114,6 @@ class FixedFormat:
         ValueError: fewer than 2 or more than 32 bits.
     """
 
-    #: Whether a view of a rounded tensor is the rounded view: each element is rounded alone.
-    commutes_with_views: ClassVar[bool] = True
     name: str
     #: Width of a stored value, sign included.
     bits: int
@@ -119,6 +123,7 @@ class FixedFormat:
     has_infinity = False
     has_nan = False
     has_negative_zero = False
+    is_elementwise: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         if not 2 <= self.bits <= 32:
@@ -154,6 +159,11 @@ class FixedFormat:
         """Largest error of rounding to nearest, relative to the most negative value."""
         return 2.0**-self.bits
 
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """Values of most digits and widest range: what holds them holds all."""
+        return self.max, self.min, self.smallest_subnormal
+
     def __hash__(self) -> int:
         return hash(self.name)
 
@@ -170,8 +180,6 @@ class BlockFormat:
     Specification 1.0, section 6.3).
     """
 
-    #: Whether a view of a rounded tensor is the rounded view: no, blocks lie along its rows.
-    commutes_with_views: ClassVar[bool] = False
     name: str
     #: Format of the scaled elements.
     element: FloatFormat | FixedFormat
@@ -182,6 +190,8 @@ class BlockFormat:
     scale_bits = 8
     max_scale_exponent = 127
     has_infinity = False
+    #: A value is rounded with its neighbours along the last dimension: views have others.
+    is_elementwise: ClassVar[bool] = False
 
     @property
     def has_nan(self) -> bool:
@@ -222,6 +232,11 @@ class BlockFormat:
     def unit_roundoff(self) -> float:
         """The element's."""
         return self.element.unit_roundoff
+
+    @property
+    def landmarks(self) -> tuple[float, ...]:
+        """The element's: how far the scales reach depends on what is rounded."""
+        return self.element.landmarks
 
     def __hash__(self) -> int:
         return hash(self.name)

@@ -155,7 +155,11 @@ class Solver(Optimizer):
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Return v for one parameter, or None to leave it as it is."""
-        return p.grad
+        return None if p.grad is None else self._read(p.grad)
+
+    def _read(self, gradient: Tensor) -> Tensor:
+        """Return a gradient that a closure has left as the update reads it."""
+        return gradient
 
     def _clip(self, gradients: list[Tensor]) -> None:
         """Scale all gradients of a step down, in place, if they are too large together."""

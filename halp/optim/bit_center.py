@@ -60,7 +60,7 @@ class BitCenterSGD(BitCenterSolver):
         cache = p.context.cache  # type: ignore[attr-defined]
         if cache is not None:
             return delta + cache.gradient(p.grad._offset, delta.dtype)  # type: ignore[union-attr]
-        offset = self._decayed(p, p.grad.offset, group)  # type: ignore[union-attr]
+        offset = self._decayed(p, p.grad._offset.tensor, group)  # type: ignore[union-attr]
         return delta + self._rounder(p)(offset).to(delta.dtype)
 
 
@@ -150,6 +150,10 @@ class BitCenterSVRG(BitCenterSolver):
             beyond = iterate.numel() - int(inside.sum())
             self.state[p]["saturated"] = self.state[p].get("saturated", 0) + beyond
         return self._rounder(p)(iterate, scale)
+
+    def _nearest_iterate(self, p: Tensor) -> Tensor:
+        precision, scale = self._rounder(p).precision, self.state[p].get("scale")
+        return (precision if scale is None else replace(precision, scale=scale)).nearest(p.delta)  # type: ignore[attr-defined]
 
     def _clip(self, gradients: list[Tensor]) -> None:
         if self.max_norm is None or not gradients:

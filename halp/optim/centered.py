@@ -9,6 +9,7 @@ from torch import Tensor
 from halp.bitcenter import BitCenteredTensor
 from halp.bitcenter.cache import OffsetCache
 from halp.bitcenter.offsets import Context
+from halp.memory import Unchanged
 from halp.optim.base import Closure
 from halp.optim.preserve import RandomState, generators_of
 from halp.optim.shared import Shared
@@ -27,8 +28,8 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     #: Whether inner steps read what was computed at w̃, so that w̃ must still be there.
     reads_snapshot = True
 
-    #: Each parameter's w̃ and its version, as the snapshot left them.
-    _centers: Shared[dict[Tensor, tuple[Tensor, int]]] = Shared({})
+    #: Of each parameter: tells whether w̃ is as the snapshot left it.
+    _centers: Shared[dict[Tensor, Unchanged]] = Shared({})
     #: What was random when the snapshot recorded cached offsets: enough to record them again.
     _recorded_at: Shared[dict[str, Any] | None] = Shared(None)
     #: The parameters that were trained when cached offsets were recorded.
@@ -115,14 +116,12 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
     def _is_centered(self) -> bool:
         """Whether each parameter's w̃ is as the snapshot left it."""
         return all(
-            p in self._centers
-            and self._centers[p][0] is p.offset  # type: ignore[attr-defined]
-            and self._centers[p][1] == p.offset._version  # type: ignore[attr-defined]
+            p in self._centers and p._offset.is_as_noted(self._centers[p])  # type: ignore[attr-defined]
             for p in self._parameters()
         )
 
     def _note_centers(self) -> None:
-        self._centers = {p: (p.offset, p.offset._version) for p in self._parameters()}  # type: ignore[attr-defined]
+        self._centers = {p: p._offset.noted() for p in self._parameters()}  # type: ignore[attr-defined]
 
     def __getstate__(self) -> dict[str, Any]:
         kept = super().__getstate__()
@@ -130,7 +129,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)
-        # Of a copy: its tensors are new, and so are their versions.
+        # Of a copy: its tensors are new.
         centered, self._centers = self._centers, {}
         if centered:
             self._note_centers()
@@ -150,7 +149,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
             if p.requires_grad and p.context.cache is not None:  # type: ignore[attr-defined]
                 p._constant = None  # type: ignore[attr-defined]  # what it is in steps to come
             if not p.is_constant:  # type: ignore[attr-defined]
-                p.offset.add_(p.delta)  # type: ignore[attr-defined]
+                _center(p).add_(p.delta)  # type: ignore[attr-defined]
                 p.delta.zero_()  # type: ignore[attr-defined]
         self._note_centers()
 
@@ -185,6 +184,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
 
     def _evaluate(self, closure: Closure | None) -> Any:
         self._check_snapshot()
+        self._put_on_grid()
         for context in self._contexts():
             context.new_step()
         if closure is not None and self._caches():  # which clears them itself, in one way or other
@@ -220,7 +220,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         decay = group["weight_decay"]
         if decay == 0:
             return gradient
-        return gradient.add(p.offset, alpha=-decay if group["maximize"] else decay)  # type: ignore[attr-defined]
+        return gradient.add(_center(p), alpha=-decay if group["maximize"] else decay)
 
     def _group_of(self, p: Tensor) -> dict[str, Any]:
         return next(g for g in self.param_groups if any(q is p for q in g["params"]))
@@ -231,7 +231,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
                 f"{type(self).__name__}: a gradient is a plain tensor; the closure must run the "
                 "bit-centered model itself, outside halp.materialize"
             )
-        return None if p.grad is None else p.grad.delta
+        return None if p.grad is None else p.context.read(p.grad.delta)  # type: ignore[attr-defined]
 
     # State: w̃ and z live in the parameters.
 
@@ -288,7 +288,7 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
             p = parameters[index]
             constant = entry.pop("constant", False)
             if "offset" in entry:
-                p.offset.copy_(entry.pop("offset"))  # type: ignore[attr-defined]
+                _center(p).copy_(entry.pop("offset"))
                 p.delta.copy_(entry.pop("delta"))  # type: ignore[attr-defined]
                 if constant and not p.delta.any():  # type: ignore[attr-defined]
                     p._constant = (p.delta, p.delta._version)  # type: ignore[attr-defined]
@@ -300,6 +300,11 @@ class BitCenterSolver(LowPrecision, SnapshotSolver):
         for cache in self._caches():
             cache.clear()
         self._note_centers()
+
+
+def _center(p: Tensor) -> Tensor:
+    """Return w̃ of a parameter, for halp itself."""
+    return p._offset.tensor  # type: ignore[attr-defined]
 
 
 def _in_order(saved: Saved, positions: list[int]) -> list[int]:

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from halp.emulation import Emulation
@@ -10,7 +9,7 @@ from halp.formats import Format
 from halp.optim.base import Closure
 from halp.optim.state import Saved
 from halp.optim.updates import FullPrecision, LowPrecision
-from halp.precision import Precision, Rounder
+from halp.precision import Precision, Rounder, as_wide
 from halp.rounding import Scale
 
 
@@ -58,6 +57,17 @@ class Emulated(LowPrecision):
         with Emulation(self.rounder):
             return super()._call(closure)
 
+    def _check_parameters(self) -> None:
+        super()._check_parameters()
+        precision = self.rounder.precision
+        for index, p in enumerate(self._parameters()):
+            if not precision.is_held_by(p.dtype):
+                raise TypeError(
+                    f"{type(self).__name__}: parameter {index} is {p.dtype}, which does not hold "
+                    f"every value of {precision}; convert the model to torch.float32, in which low "
+                    "precision is emulated, or take a format that fits"
+                )
+
     def _evaluate(self, closure: Closure | None) -> Any:
         self._put_on_grid()
         self.rounder.new_step()
@@ -66,21 +76,15 @@ class Emulated(LowPrecision):
             for p in filter(self._trains, self._parameters()):
                 if p.grad is not None:
                     p.grad = self.rounder(p.grad)
+        else:
+            self._put_on_grid()  # the closure may have written to them
         return loss
 
-    @torch.no_grad()
-    def _put_on_grid(self) -> None:
-        """Round parameters that something else has written to: to nearest, whatever the mode.
-
-        Rounded ones stay as they are. Which have been written to, no version tells for sure: NumPy
-        and writes through ``.data`` leave it alone.
-        """
-        if self.rounder.precision.rounding == "void":
-            return
-        for p in self._parameters():
-            rounded = self.rounder.precision.nearest(p)
-            if not torch.equal(rounded, p):
-                p.copy_(rounded)
+    def _read(self, gradient: Tensor) -> Tensor:
+        """Return a gradient in a wide dtype; blocks lie along its own last dimension."""
+        if not self.rounder.precision.commutes_with_views:
+            gradient = self.rounder(gradient)
+        return as_wide(gradient)
 
     def _solver_state(self) -> dict[str, Any]:
         return {**super()._solver_state(), "stream_position": self.rounder.position}

@@ -52,6 +52,7 @@ class VarianceReduced(SnapshotSolver):
         gradient = None
         for term, sign in terms:
             if term is not None:
+                term = self._read(term)
                 gradient = sign * term if gradient is None else gradient.add(term, alpha=sign)
         return gradient
 
@@ -90,6 +91,6 @@ class LPSVRG(Emulated, VarianceReduced):
         super()._recenter()
 
     def _stored(self, p: Tensor, gradient: Tensor) -> Tensor:
-        stored = self.rounder(gradient).to(p.dtype)
+        stored = self.rounder(gradient, dtype=p.dtype)
         self._note(p, "full gradient", gradient, stored)
         return stored

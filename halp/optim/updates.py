@@ -3,11 +3,14 @@
 from dataclasses import replace
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.optim.sgd import sgd
 
+from halp.memory import Content
 from halp.optim.base import Solver
-from halp.precision import Rounder
+from halp.optim.shared import Shared
+from halp.precision import Rounder, as_wide
 
 
 class FullPrecision(Solver):
@@ -45,11 +48,18 @@ class LowPrecision(Solver):
     """The update of the solvers in low precision, one simulated kernel a parameter.
 
     It reads gradient, momentum buffer and iterate on their grids, computes wide, and rounds the
-    buffer and the iterate once each.
+    buffer and the iterate once each. An iterate or a buffer that something else has written to is
+    rounded to nearest first, whatever the mode.
     """
 
     #: What the update moves, for whoever counts.
     iterate_name = "weights"
+    #: Iterates and momentum buffers by parameter, as they are known to lie on the grid.
+    _on_grid: Shared[dict[tuple[Tensor, str], Content]] = Shared({})
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        self._on_grid = {}
+        super().__init__(*args, **options)
 
     def _note(self, p: Tensor, what: str, before: Tensor, after: Tensor) -> None:
         """Tell who looks on that something of a parameter has been rounded."""
@@ -69,12 +79,43 @@ class LowPrecision(Solver):
 
     def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
         """Return the new iterate on its grid."""
-        return self._rounder(p)(iterate)
+        return self._rounder(p)(iterate, dtype=self._iterate(p).dtype)
+
+    def _nearest_iterate(self, p: Tensor) -> Tensor:
+        """Return the iterate on its grid, to nearest."""
+        return self._rounder(p).precision.nearest(self._iterate(p))
 
     def _stored_momentum(self, p: Tensor, buffer: Tensor) -> Tensor:
         iterate = self._iterate(p)  # to nearest, so that no random bits of the run are used up
-        copy = buffer.detach().to(device=iterate.device, dtype=iterate.dtype, copy=True)
-        return self._rounder(p).precision.nearest(copy)
+        copy = buffer.detach().to(device=iterate.device, copy=True)
+        return self._rounder(p).precision.nearest(copy, dtype=iterate.dtype)
+
+    @torch.no_grad()
+    def _put_on_grid(self) -> None:
+        """Round iterates and momentum buffers that something else has written to.
+
+        Which those are, no version tells: NumPy and writes through ``.data`` leave it alone.
+        """
+        for p in self._parameters():
+            if self._rounder(p).precision.rounding == "void":
+                continue
+            if not self._is_on_grid(p, "iterate", self._iterate(p)):
+                rounded = self._nearest_iterate(p)
+                if not Content(rounded).is_in(self._iterate(p)):
+                    self._iterate(p).copy_(rounded)
+                self._note_on_grid(p, "iterate", rounded)
+            buffer = self.state.get(p, {}).get("momentum_buffer")
+            if buffer is not None and not self._is_on_grid(p, "momentum", buffer):
+                buffer = self.state[p]["momentum_buffer"] = self._stored_momentum(p, buffer)
+                self._note_on_grid(p, "momentum", buffer)
+
+    def _is_on_grid(self, p: Tensor, what: str, x: Tensor) -> bool:
+        known = self._on_grid.get((p, what))
+        return known is not None and known.is_in(x)
+
+    def _note_on_grid(self, p: Tensor, what: str, x: Tensor) -> None:
+        if self._rounder(p).precision.rounding != "void":
+            self._on_grid[p, what] = Content(x)
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
         parameters, gradients = super()._gradients(group)
@@ -82,7 +123,7 @@ class LowPrecision(Solver):
             gradients = [-gradient for gradient in gradients]
         decay = group["weight_decay"]
         if decay != 0:
-            iterates = map(self._iterate, parameters)
+            iterates = (as_wide(self._iterate(p)) for p in parameters)
             gradients = [g.add(w, alpha=decay) for g, w in zip(gradients, iterates, strict=True)]
         return parameters, gradients
 
@@ -95,10 +136,13 @@ class LowPrecision(Solver):
             if momentum != 0:
                 buffer = gradient
                 if "momentum_buffer" in self.state[p]:
-                    buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
-                self.state[p]["momentum_buffer"] = rounder(buffer)
-                self._note(p, "momentum", buffer, self.state[p]["momentum_buffer"])
+                    before = as_wide(self.state[p]["momentum_buffer"])
+                    buffer = gradient.add(before, alpha=momentum)
+                stored = self.state[p]["momentum_buffer"] = rounder(buffer, dtype=iterate.dtype)
+                self._note_on_grid(p, "momentum", stored)
+                self._note(p, "momentum", buffer, stored)
                 direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-            wide = iterate.sub(direction, alpha=lr)
+            wide = as_wide(iterate).sub(direction, alpha=lr)
             iterate.copy_(self._stored_iterate(p, wide))
+            self._note_on_grid(p, "iterate", iterate)
             self._note(p, self.iterate_name, wide, iterate)

@@ -143,7 +143,7 @@ class Spy(TorchDispatchMode):
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.memory = {p.offset.untyped_storage().data_ptr() for p in model.parameters()}
+        self.memory = {p._offset.computed.untyped_storage().data_ptr() for p in model.parameters()}
         self.read: list[str] = []
         self.seen = 0
 

@@ -173,14 +173,6 @@ def test_a_pruned_model_is_bit_centered_and_stays_pruned():
     assert not (halp.value(layer.weight_orig.grad) * (1 - plain.weight_mask)).any()
 
 
-def test_old_weight_norm_no_longer_names_an_output_that_nobody_holds():
-    with pytest.warns(FutureWarning):
-        layer = nn.utils.weight_norm(nn.Linear(4, 3))
-    halp.bit_center(layer)
-    with pytest.raises(NotImplementedError, match="weight_norm"):
-        layer(torch.ones(2, 4))
-
-
 def test_a_tensor_computed_once_is_named():
     layer = nn.Linear(4, 3)
     layer.scaled = 2 * layer.weight

@@ -128,11 +128,12 @@ def _pool(
 
     if x.context.is_cached:
         return _kept_pool(func, x, args, kwargs, windows_of)
-    best, before = func(x.offset, *args[1:], **kwargs)
+    u, e = x._offset.tensor, x.context.read(x.delta)
+    best, before = func(u, *args[1:], **kwargs)
     if x.is_constant:
         return BitCenteredTensor.constant(best, x.context, x.delta.dtype), before
     windows = windows_of(best.shape)
-    delta, after = winners(gaps_to(best, x.offset, windows).to(x.delta.dtype), x.delta, windows)
+    delta, after = winners(gaps_to(best, u, windows).to(e.dtype), e, windows)
     return wrap(best, delta, x), BitCenteredTensor(before, after, x.context)
 
 
@@ -165,7 +166,7 @@ def _kept_pool(
         if layout is None or gaps is None or marks is None:
             raise CacheError(NOT_RECORDED)
         windows = windows_of(layout.shape)
-        delta, after = winners(gaps, x.delta, windows)
+        delta, after = winners(gaps, x.context.read(x.delta), windows)
         before = _chosen(marks.max(0).indices, windows, x.shape)
     pooled = kept_result(x, keys[0], best, delta)
     return pooled, BitCenteredTensor(before, after, x.context)

@@ -49,13 +49,13 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
     if func is aten.as_strided.default:
         see = _strided(x, *how, **kwargs)
     if is_traced(x.delta):
-        result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
+        result = BitCenteredTensor(see(x._offset.tensor), see(x.delta), x.context)
         return return_and_correct_aliasing(func, args, kwargs, result)
     base = x._offset
     name = hash((func._schema, repr(how), repr(kwargs))) if x.context.cache is not None else 0
     with writes_counted():
         if not base.is_computed:
-            offset = x.context.defer(lambda: see(base.computed))
+            offset = x.context.defer(lambda: _counted(see, base), (base, see, name))
         else:
             offset = base.view(see, name)
         delta = _delta_of_view(x, offset, see)
@@ -81,6 +81,12 @@ def _strided(x: Tensor, size: Any, stride: Any, storage_offset: int | None = Non
         return part.as_strided(size, stride, part.storage_offset() + start)
 
     return see
+
+
+def _counted(see: Any, base: Offset) -> Tensor:
+    """Return the view of an offset, whose version counts what is written to either."""
+    with writes_counted():
+        return see(base.computed)
 
 
 def _delta_of_view(x: BitCenteredTensor, offset: Offset, see: Any) -> Tensor:
@@ -153,7 +159,7 @@ def refuse_set(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict
 def alias(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Share both parts as they are, and what is known of them."""
     if is_traced(x.delta):
-        result = BitCenteredTensor(func(x.offset), func(x.delta), x.context)
+        result = BitCenteredTensor(func(x._offset.tensor), func(x.delta), x.context)
         result = return_and_correct_aliasing(func, args, kwargs, result)
     else:
         result = BitCenteredTensor(x._offset, x.delta, x.context, x.dtype)
@@ -221,7 +227,8 @@ def copy(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> B
         return func(part, *args[1:], **kwargs)
 
     delta = copied(x.delta)
-    offset: Any = _copy_of(x, copied) if x.context.is_cached else copied(x.offset)
+    is_cached = x.context.is_cached
+    offset = _copy_of(x, copied) if is_cached else Offset(copied(x._offset.tensor))
     result = BitCenteredTensor(offset, delta, x.context, x.dtype)
     result.decision = x.decision
     return result
@@ -250,18 +257,20 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
     """
     dtype = kwargs.get("dtype") or x.dtype
     if not dtype.is_floating_point:
-        return BitCenteredTensor(func(x.offset, **kwargs), func(x.value, **kwargs), x.context)
+        offset = func(x._offset.tensor, **kwargs)
+        return BitCenteredTensor(offset, func(x.value, **kwargs), x.context)
     if dtype not in (torch.float32, torch.float64):
         raise RuntimeError(
             f"a bit-centered tensor cannot be converted to {dtype} (by .half(), .bfloat16(), "
             "autocast, …): that would round its offset; its deltas are in "
-            f"{x.context.precision.format} already. Use halp.to_plain(model) first, or stay in "
-            "float32 or float64"
+            f"{x.context.precision.format} already. Leave torch.autocast, or use "
+            "halp.to_plain(model) first; stay in float32 or float64"
         )
     if not x.dtype.is_floating_point:
-        offset = func(x.offset, **kwargs)
+        offset = func(x._offset.tensor, **kwargs)
         return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
-    result = BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    offset = func(x._offset.tensor, **kwargs)
+    result = BitCenteredTensor(offset, func(x.delta, **kwargs), x.context)
     if x.decision is not None:
         result.decision = x.decision.to(result.device)
     return result
@@ -273,7 +282,7 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
 def pick(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> tuple:
     """Operations that pick elements by value: the offset and the full value choose each."""
     dim, keeps_dim = _dim_and_keep(func, args, kwargs)
-    before, after = (func(part, *args[1:], **kwargs)[1] for part in (x.offset, x.value))
+    before, after = (func(part, *args[1:], **kwargs)[1] for part in (x._offset.tensor, x.value))
     indices = BitCenteredTensor(before, after, x.context)
     if x.context.is_cached:  # before it is an operand itself
         assert x.context.cache is not None
@@ -332,7 +341,7 @@ def create(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) ->
 
     if x.context.is_cached:
         return kept_constant(x, created, dtype, drawn="rand" in func._schema.name)
-    offset = created(x.offset)
+    offset = created(x._offset.tensor)
     delta_dtype = x.delta.dtype if x.dtype.is_floating_point else offset.dtype
     return BitCenteredTensor.constant(offset, x.context, delta_dtype)
 
@@ -344,7 +353,7 @@ def randomize(
     """Fill with random values, drawn once for both parts: they become the offset."""
     cache = x.context.cache
     if not x.context.is_cached or x._offset.root.is_at_hand:
-        assign(x, func(torch.empty_like(x.offset), *args[1:], **kwargs))
+        assign(x, func(torch.empty_like(x._offset.tensor), *args[1:], **kwargs))
         return x
     assert cache is not None
     if cache.recording:
@@ -362,7 +371,7 @@ def bernoulli(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict)
 
     if x.context.is_cached:
         return kept_constant(x, created, x.dtype, drawn=True)
-    offset = created(x.offset)
+    offset = created(x._offset.tensor)
     return BitCenteredTensor.constant(offset, x.context, x.delta.dtype)
 
 
