@@ -10,8 +10,9 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError, Dataset
-from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
+from halp.data.fetching import FETCHING_ERRORS, stdout_to_stderr
 from halp.data.pickles import StoredArray, StoredNumber, load_pickle
+from halp.messages import reason_of
 
 FOLDER = "cifar-10-batches-py"
 TRAINING_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import IGNORED, DataError, Dataset
-from halp.data.fetching import reason_of
 from halp.data.sequences import pad_sequences
+from halp.messages import reason_of
 
 FOLDER = "conll2000"
 FILE = "conll2000.npz"

@@ -15,7 +15,9 @@ import numpy
 
 from halp.data.conll2000 import RESERVED, UNKNOWN, TaggedCorpus, TaggedWords
 from halp.data.dataset import DataError
-from halp.data.fetching import FETCHING_ERRORS, reason_of
+from halp.data.fetching import FETCHING_ERRORS
+from halp.decoding import TextError, lines_of
+from halp.messages import SAID, quoted, reason_of, shortened
 
 CORPUS, CORPUS_FILES = "corpora/conll2000", ("train.txt", "test.txt")
 TAGSET, TAGSET_FILES = "taggers/universal_tagset", ("en-ptb.map",)
@@ -33,14 +35,11 @@ class _Text(NamedTuple):
 
     def lines(self) -> Iterator[tuple[str, str]]:
         """Yield every line without surrounding spaces, after where it is."""
-        for number, line in enumerate(self.content.split(b"\n"), 1):
-            where = f"{self.place}, line {number}"
-            try:
-                yield where, line.strip().decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{where}: the byte 0x{line.strip()[error.start]:02x} is not UTF-8"
-                ) from error
+        try:
+            for where, line in lines_of(self.content, self.place):
+                yield where, line.strip()
+        except TextError as error:
+            raise DataError(str(error)) from error
 
 
 def prepare_conll2000(folders: Sequence[Path], download_to: Path) -> TaggedCorpus:
@@ -144,7 +143,7 @@ def _download(package: str, download_to: Path) -> str:
             )
     except FETCHING_ERRORS as error:
         return reason_of(error)
-    return " ".join(said.getvalue().split()) or "no reason given"
+    return shortened(said.getvalue(), SAID) or "no reason given"
 
 
 def _universal_tags(text: _Text) -> dict[str, str]:
@@ -157,7 +156,7 @@ def _universal_tags(text: _Text) -> dict[str, str]:
         if len(columns) != 2 or columns[1] not in TAGS or columns[0] in universal:
             raise DataError(
                 f"{where}: a new Penn Treebank tag and one of {' '.join(TAGS)} must stand here, "
-                f"not {line!r}"
+                f"not {quoted(line)}"
             )
         universal[columns[0]] = columns[1]
     return universal
@@ -172,10 +171,12 @@ def _sentences(text: _Text, universal: dict[str, str]) -> list[Sentence]:
             sentences.append([])
             continue
         if len(columns) != 3:
-            raise DataError(f"{where}: a word, its tag and its chunk must stand here, not {line!r}")
+            raise DataError(
+                f"{where}: a word, its tag and its chunk must stand here, not {quoted(line)}"
+            )
         word, tag, _ = columns
         if tag not in universal:
-            raise DataError(f"{where}: {tag!r} is no tag of the Penn Treebank")
+            raise DataError(f"{where}: {quoted(tag)} is no tag of the Penn Treebank")
         sentences[-1].append((word, universal[tag]))
     sentences = [sentence for sentence in sentences if sentence]
     if not sentences:

@@ -23,8 +23,3 @@ def stdout_to_stderr() -> Iterator[None]:
     """Within the block, what is printed goes to stderr: stdout belongs to the results."""
     with contextlib.redirect_stdout(sys.stderr):
         yield
-
-
-def reason_of(error: Exception) -> str:
-    """What an error says, in one line."""
-    return " ".join(str(error).split()) or type(error).__name__

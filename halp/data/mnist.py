@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from halp.data.dataset import DataError, Dataset
-from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
+from halp.data.fetching import FETCHING_ERRORS, stdout_to_stderr
+from halp.messages import reason_of
 
 FILES = (
     "train-images-idx3-ubyte",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 from halp.data.dataset import DataError
-from halp.data.fetching import reason_of
+from halp.messages import quoted, reason_of
 
 
 def load_pickle(file: Path) -> Any:
@@ -58,7 +58,7 @@ class StoredType:
     def dtype(self) -> numpy.dtype[Any]:
         """Return the type; numbers only."""
         if not re.fullmatch(r"b1|[iu][1248]|f[248]", self._code):
-            raise ValueError(f"the dtype {self._code!r} is none of numbers")
+            raise ValueError(f"the dtype {quoted(self._code)} is none of numbers")
         return numpy.dtype(self._order + self._code)
 
 
@@ -122,7 +122,7 @@ class _Encoded(bytes):
 
     def __new__(cls, text: str, encoding: bytes | str = "latin1") -> _Encoded:
         if _text(encoding) not in ("latin1", "latin-1"):
-            raise _Forbidden(f"it encodes bytes as {_text(encoding)!r}, not as latin1")
+            raise _Forbidden(f"it encodes bytes as {quoted(_text(encoding))}, not as latin1")
         return super().__new__(cls, text, "latin1")
 
     def __setstate__(self, state: object) -> None:
@@ -155,7 +155,7 @@ class _PlainUnpickler(pickle.Unpickler):
         if stand_in is None:
             wanted = f"{module}.{name}"
             raise _Forbidden(
-                f"it asks for {wanted!r}, but only NumPy arrays, numbers, strings and plain "
+                f"it asks for {quoted(wanted)}, but only NumPy arrays, numbers, strings and plain "
                 "containers are accepted"
             )
         return stand_in

@@ -196,3 +196,53 @@ def test_the_real_corpus_has_the_words_and_tags_that_nltk_reads(halp_data, monke
     assert [len(part.lengths) for part in (corpus.train, corpus.test)] == [8936, 2012]
     assert [len(part.words) for part in (corpus.train, corpus.test)] == [211727, 47377]
     assert len(corpus.vocabulary) == len(known) + 2
+
+
+# Text from elsewhere.
+
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("name", ["train", "test", "tags"])
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: BOM + text.encode(),
+        lambda text: text.encode("utf-16"),
+        lambda text: text.replace("\n", "\r").encode(),
+        lambda text: text.replace("\n", "\r\r\n").encode(),
+        lambda text: text.rstrip("\n").encode(),
+    ],
+    ids=["byte-order mark", "UTF-16", "CR", "CR CR LF", "no final line end"],
+)
+def test_how_a_file_was_saved_changes_no_index(prepared, name, encode):
+    files = {"train": TRAIN, "test": "The DT B-NP\npounds NNS B-NP\n\nin IN O\n", "tags": MAP}
+    expected = prepared(**files)
+    corpus = prepared(**files | {name: encode(files[name])})
+    assert corpus.vocabulary.tolist() == expected.vocabulary.tolist()
+    for part, known in ((corpus.train, expected.train), (corpus.test, expected.test)):
+        assert part.words.tolist() == known.words.tolist()
+        assert part.tags.tolist() == known.tags.tolist()
+        assert part.lengths.tolist() == known.lengths.tolist()
+
+
+def test_a_byte_order_mark_in_a_zip_file_is_no_part_of_the_first_word(prepared, tmp_path):
+    prepared(train=BOM + 2 * b"the DT B-NP\n", test=BOM + b"the DT B-NP\n")
+    zip_packages(tmp_path / "nltk")
+    corpus = prepare_conll2000([tmp_path / "nltk"], tmp_path / "downloads")
+    assert corpus.vocabulary.tolist() == ["<pad>", "<unk>", "the"]
+    assert corpus.test.words.tolist() == [2]
+
+
+@pytest.mark.parametrize("content", [b"in IN B-PP\x00\n", "in IN B-PP\n".encode("utf-16-le")])
+def test_a_nul_character_is_refused_with_its_file_and_line(prepared, content):
+    assert "test.txt, line 1: there is a NUL character" in refusal(prepared, test=content)
+
+
+@pytest.mark.parametrize(
+    "files", [{"train": "x " * 10**5}, {"train": f"a {'T' * 10**5} c"}, {"tags": "x " * 10**5}]
+)
+def test_a_refused_line_is_not_quoted_at_length(prepared, files):
+    message = refusal(prepared, **files)
+    assert len(message) < 600
+    assert " characters)" in message
