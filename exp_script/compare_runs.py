@@ -80,7 +80,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        default=str(REPOSITORY / "outputs" / "demo"),
+        default=str(REPOSITORY / "outputs" / "comparison"),
         help="a folder for each solver's metrics is made there",
     )
     parser.add_argument(
