@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from numbers import Integral
 from typing import TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
@@ -94,7 +94,9 @@ class Batches:
 
 def _is_count(value: object) -> bool:
     """Whether a value is a whole number of at least 1, Python's or NumPy's."""
-    return isinstance(value, Integral) and not isinstance(value, bool) and value >= 1
+    return (
+        isinstance(value, int | numpy.integer) and not isinstance(value, bool) and bool(value >= 1)
+    )
 
 
 def _check_rows(inputs: Tensor, labels: Tensor) -> None:

@@ -79,7 +79,9 @@ def test_damaged_files_are_named(tmp_path, no_network, damage):
     raw = tmp_path / "MNIST" / "raw"
     write_files(raw)
     (raw / "train-images-idx3-ubyte").write_bytes(damage)
-    with pytest.raises(DataError, match="cannot be read: delete or replace them"):
+    with pytest.raises(
+        DataError, match="train-images-idx3-ubyte cannot be read: delete or replace"
+    ):
         load_mnist(tmp_path)
 
 
@@ -92,11 +94,10 @@ def test_a_truncated_file_is_refused(tmp_path, no_network):
         load_mnist(tmp_path)
 
 
-def test_packed_files_with_the_published_checksums_are_unpacked(tmp_path, no_network, monkeypatch):
+def test_packed_files_are_read(tmp_path, no_network):
     raw = tmp_path / "MNIST" / "raw"
     content = write_files(raw)
-    monkeypatch.setattr(MNIST, "mirrors", ["nowhere://"])
-    monkeypatch.setattr(MNIST, "resources", [(f"{name}.gz", None) for name, _ in _pack(raw)])
+    list(_pack(raw))
     assert load_mnist(tmp_path).train_labels.tolist() == content["train"][1].tolist()
 
 
