@@ -15,7 +15,7 @@ import numpy
 
 from halp.data.conll2000 import RESERVED, UNKNOWN, TaggedCorpus, TaggedWords
 from halp.data.dataset import DataError
-from halp.data.fetching import FETCHING_ERRORS
+from halp.data.fetching import FETCHING_ERRORS, fresh_folder, move_where_nothing_is
 from halp.decoding import TextError, lines_of
 from halp.messages import SAID, quoted, reason_of, shortened
 
@@ -84,7 +84,8 @@ def _package(
     """Read files of one of nltk's packages, from the first place that has it."""
     import nltk
 
-    for place in (*folders, *(Path(place) for place in nltk.data.path if place)):
+    # In its own folder too, so that nothing is downloaded beside what is there already.
+    for place in (*folders, download_to, *(Path(place) for place in nltk.data.path if place)):
         texts = _texts(place, package, names)
         if texts is not None:
             return texts
@@ -119,7 +120,8 @@ def _texts(place: Path, package: str, names: Sequence[str]) -> list[_Text] | Non
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise DataError(
-            f"{folder} lacks {missing}: put it there, or delete the folder so that it is downloaded"
+            f"{folder} lacks {missing}: put it there, or move the folder away so that it is "
+            "downloaded"
         ) from error
     except (OSError, LookupError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"{source} cannot be read: {reason_of(error)}") from error
@@ -127,20 +129,24 @@ def _texts(place: Path, package: str, names: Sequence[str]) -> list[_Text] | Non
 
 
 def _download(package: str, download_to: Path) -> str:
-    """Let nltk download a package; return why that failed, if it did."""
+    """Let nltk download a package, whole or not at all; return why that failed, if it did."""
     import nltk
 
     said = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), fresh_folder(download_to / package) as fresh:
             warnings.simplefilter("ignore")  # of folders that others may write to
             nltk.download(
                 Path(package).name,
-                download_dir=str(download_to),
+                download_dir=str(fresh),
                 quiet=True,
                 raise_on_error=True,
                 print_error_to=said,
             )
+            for form in (package, f"{package}.zip"):
+                if (fresh / form).exists():
+                    move_where_nothing_is(fresh / form, download_to / form)
+                    break
     except FETCHING_ERRORS as error:
         return reason_of(error)
     return shortened(said.getvalue(), SAID) or "no reason given"

@@ -246,3 +246,40 @@ def test_a_refused_line_is_not_quoted_at_length(prepared, files):
     message = refusal(prepared, **files)
     assert len(message) < 600
     assert " characters)" in message
+
+
+# What a user put there.
+
+
+def test_what_lies_where_downloads_go_is_read(tmp_path, no_network):
+    write_corpus_files(tmp_path / "downloads")
+    assert prepare_conll2000([], tmp_path / "downloads").train.lengths.tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_download_replaces_nothing_that_appears_meanwhile(
+    tmp_path, no_network, monkeypatch, packed
+):
+    place = tmp_path / "downloads"
+
+    def download(package, download_dir, **kwargs):
+        write_corpus_files(Path(download_dir))
+        write_corpus_files(place, train="mine NN B-NP\n")
+        if packed:
+            zip_packages(Path(download_dir))
+
+    monkeypatch.setattr(nltk, "download", download)
+    corpus = prepare_conll2000([], place)
+    assert corpus.train.lengths.tolist() == [1]
+    assert (place / "corpora/conll2000/train.txt").read_text() == "mine NN B-NP\n"
+
+
+def test_a_download_that_fails_halfway_leaves_nothing(tmp_path, no_network, monkeypatch):
+    def download(package, download_dir, **kwargs):
+        write_corpus_files(Path(download_dir))
+        raise ValueError("connection lost")
+
+    monkeypatch.setattr(nltk, "download", download)
+    with pytest.raises(DataError, match="connection lost"):
+        prepare_conll2000([], tmp_path / "downloads")
+    assert list(tmp_path.iterdir()) == []
