@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from halp import formats
 from halp.grid import ROUNDINGS
+from halp.messages import SAID, quoted, shortened
 
 N = TypeVar("N", int, float)
 
@@ -22,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message."""
-        raise UsageError(message)
+        raise UsageError(shortened(message, SAID))
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -32,6 +35,12 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
+
+
+def refuse_existing(file: Path, advice: str) -> None:
+    """Raise UsageError if there is something where a result is to be written."""
+    if os.path.lexists(file):
+        raise UsageError(f"{file} exists already and is not overwritten: {advice}")
 
 
 def any_of(names: Mapping[str, object] | Sequence[str]) -> str:
@@ -88,7 +97,7 @@ def interval(text: str) -> str:
         count(text.removesuffix("e"))
     except argparse.ArgumentTypeError:
         raise argparse.ArgumentTypeError(
-            f"it must be a number of steps, as in 500, or of epochs, as in 2e, not {text!r}"
+            f"it must be a number of steps, as in 500, or of epochs, as in 2e, not {quoted(text)}"
         ) from None
     return text
 
@@ -97,7 +106,7 @@ def _number(kind: Callable[[str], N], text: str, wanted: str) -> N:
     try:
         return kind(text)
     except ValueError:
-        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {text!r}") from None
+        raise argparse.ArgumentTypeError(f"it must be {wanted}, not {quoted(text)}") from None
 
 
 def format_name(text: str) -> str:
@@ -111,5 +120,7 @@ def format_name(text: str) -> str:
 def rounding(text: str) -> str:
     """Read a rounding mode."""
     if text not in ROUNDINGS:
-        raise argparse.ArgumentTypeError(f"unknown rounding {text!r}: choose {any_of(ROUNDINGS)}")
+        raise argparse.ArgumentTypeError(
+            f"unknown rounding {quoted(text)}: choose {any_of(ROUNDINGS)}"
+        )
     return text

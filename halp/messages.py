@@ -8,6 +8,9 @@ QUOTED = 80
 SAID = 400
 """Characters of another library's message that ours repeats."""
 
+WHOLE = 2000
+"""Characters of a whole message on a command line, where names of files are long."""
+
 
 def quoted(value: object) -> str:
     """Return ``repr(value)`` on one line; of a long one the beginning, and how long it is."""

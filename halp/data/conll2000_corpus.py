@@ -92,7 +92,7 @@ def _package(
     reason = _download(package, download_to)
     texts = _texts(download_to, package, names)
     if texts is None:
-        looked = ", ".join(map(str, folders)) or "no other folder"
+        looked = ", ".join(map(str, dict.fromkeys((*folders, download_to))))
         raise DataError(
             f"{package} is neither where nltk keeps its data nor in {looked}, and could not be "
             f"downloaded: put it into {download_to / package}, or name a folder whose nltk/ or "

@@ -8,6 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
+from halp.messages import quoted
 from halp.training.records import EpochRecord
 
 QUANTITIES = {
@@ -57,7 +58,9 @@ def plot_convergence(
         ValueError: ``quantity`` is not one that can be drawn.
     """
     if quantity not in QUANTITIES:
-        raise ValueError(f"{quantity!r} cannot be drawn: choose one of {', '.join(QUANTITIES)}")
+        raise ValueError(
+            f"{quoted(quantity)} cannot be drawn: choose one of {', '.join(QUANTITIES)}"
+        )
     # The object interface: no pyplot, hence no global state, no display and nothing to close.
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
