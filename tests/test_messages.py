@@ -1,10 +1,17 @@
 """Claims about what messages quote."""
 
+from pathlib import Path
+
 import numpy
 import pytest
 import torch
+from torch import nn
 
+import halp
+from halp import formats
+from halp.data import Batches
 from halp.messages import quoted, reason_of, shortened
+from halp.training import Checkpoint, plot_convergence
 
 
 @pytest.mark.parametrize("value", ["", "in IN", "two  spaces", "a\tb\n", 3, None, [1, 2], b"\0"])
@@ -41,3 +48,44 @@ def test_the_reason_of_an_error_is_one_line_or_its_kind():
     assert reason_of(KeyError()) == "KeyError"
     assert reason_of(OSError(28, "No space left on device", "file")) == "No space left on device"
     assert len(reason_of(ValueError("x" * 10**6))) < 500
+
+
+# The library's own messages.
+
+LONG = "x" * 100_000
+
+
+def checkpoint(**parts) -> Checkpoint:
+    fields = {"architecture": {"name": "resnet"}, "origin": {}, "model": {}, "momentum": {}}
+    return Checkpoint(**(fields | parts))
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        lambda: formats.get(LONG),
+        lambda: formats.get(f"e{'9' * 100_000}m1"),
+        lambda: formats.get([LONG]),
+        lambda: halp.quantize(torch.ones(2), "fp16", LONG),
+        lambda: halp.quantize(torch.ones(2), "fp16", overflow=LONG),
+        lambda: halp.quantize(torch.ones(2), "fp16", scale=LONG),
+        lambda: halp.quantize(torch.ones(2), "fp16", scale=[LONG]),
+        lambda: halp.quantize(torch.ones(2), "fp16", axis=LONG),
+        lambda: halp.quantize(torch.ones(2), "fp16", "stoc", random_bits=LONG),
+        lambda: plot_convergence({}, Path("figure.png"), quantity=LONG),
+        lambda: Batches(torch.ones(2), torch.ones(2), LONG),
+        lambda: checkpoint(model={LONG: torch.ones(1)}).load_model(nn.Identity()),
+        lambda: checkpoint(momentum={LONG: torch.ones(1)}).load_model(nn.Identity()),
+        lambda: checkpoint(architecture={"name": LONG, LONG: LONG}).check_architecture({}, {}),
+        lambda: checkpoint().check_architecture({"name": LONG}, {}),
+    ],
+)
+def test_what_was_given_is_not_quoted_at_length(refused):
+    with pytest.raises((ValueError, TypeError)) as error:
+        refused()
+    assert len(str(error.value)) < 1500
+    assert "xxxx" in str(error.value) or "999" in str(error.value)
+
+
+def test_what_a_checkpoint_is_of_is_not_told_at_length():
+    assert len(str(checkpoint(origin={"solver": LONG}))) < 600

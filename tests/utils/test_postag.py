@@ -87,3 +87,16 @@ def test_the_real_corpus_has_its_published_counts(halp_data, tmp_path):
     assert (len(data.train_labels), len(data.test_labels)) == (8936, 2012)
     assert (units(data.train_labels), units(data.test_labels)) == (211727, 47377)
     assert (data.n_classes, data.n_words) == (12, 6762)
+
+
+def test_another_prepared_corpus_is_not_overwritten(tmp_path):
+    write_corpus_files(tmp_path / "nltk")
+    assert run("--data-dir", tmp_path, cwd=tmp_path).returncode == 0
+    prepared = tmp_path / "conll2000" / "conll2000.npz"
+    before = prepared.read_bytes()
+    assert run("--data-dir", tmp_path, cwd=tmp_path).returncode == 0  # the same once more
+    write_corpus_files(tmp_path / "nltk", train=2 * "the DT B-NP\n")
+    done = run("--data-dir", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{prepared} is there already, holds another corpus" in done.stderr
+    assert prepared.read_bytes() == before
