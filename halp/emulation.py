@@ -1,6 +1,7 @@
 """Running a plain model as if its hardware computed in a low-precision format."""
 
-import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -8,9 +9,10 @@ from torch import Tensor
 from torch._ops import OpOverload
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from halp.calls import call
+from halp.calls import call, not_emulated, own_arithmetic
 from halp.formats import Format
-from halp.precision import Precision, RoundedCopies, Rounder, as_wide
+from halp.precision import Precision, RoundedCopies, Rounder
+from halp.recomputation import Region, regions_under_way, repeat_in
 from halp.recurrent import UnfusedLayers
 from halp.rounding import Scale
 
@@ -22,21 +24,23 @@ _EXEMPT = frozenset({"running_mean", "running_var", "total_weight"})
 class Emulation(TorchDispatchMode):
     """The context manager that :func:`emulate` returns; ``rounder`` keeps the stream position."""
 
-    #: Whether this thread is inside an emulated operation, which outer blocks must leave alone.
-    _inside = threading.local()
-
     def __init__(self, rounder: Rounder) -> None:
         super().__init__()
         self.rounder = rounder
         self._copies = RoundedCopies(rounder)
         self._layers = UnfusedLayers()
+        #: The checkpointed regions that the block lies in.
+        self._around: list[Region] = []
+        #: How often the block has been entered, and how many regions of it are being recomputed.
+        self._depth = 0
+        self._repeats = 0
 
     def __torch_dispatch__(
         self, func: OpOverload, types: Any, args: tuple = (), kwargs: dict | None = None
     ) -> Any:
         kwargs = kwargs or {}
         skips = func.is_view or func._schema.name.startswith(("aten::empty", "aten::new_empty"))
-        if skips or getattr(self._inside, "operation", False):
+        if skips or own_arithmetic.is_running or not self._applies():
             return func(*args, **kwargs)
         for t in types:
             if hasattr(t, "__tensor_flatten__"):
@@ -44,11 +48,32 @@ class Emulation(TorchDispatchMode):
                     f"emulate() rounds plain models; a {t.__name__} among the operands of {func} "
                     "does its own arithmetic: leave the emulate block, or halp.to_plain(model)"
                 )
-        self._inside.operation = True
-        try:
+        with not_emulated():  # outer blocks leave it alone
             return self._run(func, args, kwargs)
+
+    def _applies(self) -> bool:
+        """Whether to round: not in the recomputation of what ran outside of the block.
+
+        A checkpointed region that runs inside is recomputed as part of the block, wherever the
+        backward pass is.
+        """
+        regions = regions_under_way()
+        if not regions:
+            return True
+        inside = [region for region in regions if region not in self._around]
+        repeat_in(self._again, self, inside)
+        return self._repeats > 0 or all(region.name is not None for region in inside)
+
+    @contextmanager
+    def _again(self) -> Iterator[None]:
+        """Within the block, a region is recomputed that ran inside of this one."""
+        # PyTorch leaves dispatch modes on in a backward pass, and function modes off.
+        self._repeats += 1
+        try:
+            with UnfusedLayers() if self._depth else self:
+                yield
         finally:
-            self._inside.operation = False
+            self._repeats -= 1
 
     def _run(self, func: OpOverload, args: tuple, kwargs: dict) -> Any:
         roles = _roles(func)
@@ -74,11 +99,16 @@ class Emulation(TorchDispatchMode):
         return self._leave(result, exempt)
 
     def __enter__(self) -> "Emulation":
+        if self._depth == 0:
+            self._around = regions_under_way()
+            self.rounder.new_step()
+        self._depth += 1
         self._layers.__enter__()
         super().__enter__()
         return self
 
     def __exit__(self, *exception: Any) -> None:
+        self._depth -= 1
         self._layers.__exit__(*exception)
         self._copies.forget()  # also lets parameters be swapped, which weak references would forbid
         super().__exit__(*exception)
@@ -87,14 +117,14 @@ class Emulation(TorchDispatchMode):
         """Return a result, rounded."""
         if not isinstance(x, Tensor) or not x.dtype.is_floating_point or id(x) in exempt:
             return x
-        result = self.rounder(as_wide(x)).to(x.dtype)
+        result = self.rounder(x)
         self._copies.remember(result)
         return result
 
     def _round_in_place(self, x: Tensor) -> None:
         self._copies.forget(x)
         if x.dtype.is_floating_point:
-            x.copy_(self.rounder(as_wide(x)))
+            x.copy_(self.rounder(x))
 
 
 def emulate(
@@ -110,7 +140,9 @@ def emulate(
     each operation is one simulated kernel, which reads low-precision operands, computes in the wide
     dtype of its tensors and rounds each result once. Of the backward pass too, if ``backward()``
     runs inside the block. Views, integers, and the running statistics of normalizations stay as
-    they are; the parameters themselves are rounded only where an operation writes to them.
+    they are; the parameters themselves are rounded only where an operation writes to them. What
+    activation checkpointing recomputes is computed as it was the first time, wherever
+    ``backward()`` runs.
 
     Args:
         format: a name or a format.

@@ -1,13 +1,18 @@
 """Rounding inside a model: values in the forward pass, gradients in the backward pass."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from halp.calls import not_emulated
 from halp.formats import Format
 from halp.precision import Precision, as_wide
 from halp.random_bits import stream_key
+from halp.recomputation import regions_under_way, repeat_in
 
 
 class Quantize(nn.Module):
@@ -16,7 +21,8 @@ class Quantize(nn.Module):
     The gradient of rounding is taken to be 1 (the straight-through estimator: Y. Bengio et al.,
     arXiv 1308.3432). Stochastic rounding draws new bits at every call; they are decided by
     PyTorch's global generator when the module is made, by the precision's seed, and by the count of
-    calls, which is part of the module's state.
+    calls, which is part of the module's state. A call that activation checkpointing recomputes is
+    repeated with its own bits.
 
     Args:
         forward: what values are rounded to: a format, its name, or a :class:`halp.Precision` that
@@ -56,7 +62,7 @@ class Quantize(nn.Module):
             raise TypeError(f"Quantize takes a floating-point tensor, not {x.dtype}")
         call = self.calls
         if self._is_random:
-            self.calls = call + 1  # never in place: compiled code may read it again in backward
+            self._count(call)
         return _StraightThrough.apply(
             x,
             self.stream,
@@ -65,6 +71,24 @@ class Quantize(nn.Module):
             self.backward_precision,
             self.clip_gradient,
         )
+
+    def _count(self, call: Tensor) -> None:
+        """Go on to the next call; never in place: compiled code may read it again in backward."""
+        if torch.compiler.is_compiling():
+            self.calls = call + 1
+            return
+        repeat_in(partial(self._again, call), self, regions_under_way())
+        with torch._C._DisableFuncTorch():  # what belongs to a transform would outlive it
+            self.calls = call + 1
+
+    @contextmanager
+    def _again(self, call: Tensor) -> Iterator[None]:
+        """Within the block, activation checkpointing repeats calls from this one on."""
+        now, self.calls = self.calls, call
+        try:
+            yield
+        finally:
+            self.calls = now
 
     @property
     def _is_random(self) -> bool:
@@ -80,9 +104,10 @@ class Quantize(nn.Module):
 
 
 class _StraightThrough(torch.autograd.Function):
+    generate_vmap_rule = True
+
     @staticmethod
     def forward(
-        ctx: Any,
         x: Tensor,
         stream: Tensor,
         call: Tensor,
@@ -90,21 +115,26 @@ class _StraightThrough(torch.autograd.Function):
         backward: Precision | None,
         clip: bool,
     ) -> Tensor:
-        ctx.backward_precision, ctx.clip = backward, clip
-        wide = as_wide(x)
-        inside = precision.in_range(wide) if clip else None
-        ctx.save_for_backward(stream, call, inside)
-        rounded = _rounded(wide, precision, stream, call, 0).to(x.dtype)
+        with not_emulated():
+            rounded = _rounded(as_wide(x), precision, stream, call, 0).to(x.dtype)
         return rounded.clone() if precision.rounding == "void" else rounded
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple, output: Tensor) -> None:
+        x, stream, call, precision, ctx.backward_precision, clip = inputs
+        with not_emulated():
+            inside = precision.in_range(as_wide(x)) if clip else None
+        ctx.save_for_backward(stream, call, inside)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         stream, call, inside = ctx.saved_tensors
-        if inside is not None:
-            gradient = torch.where(inside, gradient, 0)
-        if ctx.backward_precision is not None:
-            wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
-            gradient = wide.to(gradient.dtype)
+        with not_emulated():
+            if inside is not None:
+                gradient = torch.where(inside, gradient, 0)
+            if ctx.backward_precision is not None:
+                wide = _rounded(as_wide(gradient), ctx.backward_precision, stream, call, 1)
+                gradient = wide.to(gradient.dtype)
         return gradient, None, None, None, None, None
 
 

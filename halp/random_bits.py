@@ -12,6 +12,7 @@ from typing import TypeAlias
 import numpy
 import torch
 from torch import Tensor
+from torch._C._functorch import is_functorch_wrapped_tensor
 
 #: A 32-bit word: a Python int in [0, 2³²), or a 0-dim int64 tensor of the same range.
 Word: TypeAlias = int | Tensor
@@ -51,10 +52,10 @@ def _as_int32(word: Word) -> Word:
 
 
 def is_traced(x: Tensor) -> bool:
-    """Whether ``x`` stands for a tensor that a compiler is tracing."""
+    """Whether ``x`` stands for a tensor that a compiler traces, or ``torch.func`` transforms."""
     if type(x) is not Tensor and type(x) is not torch.nn.Parameter:
         return True
-    return torch.compiler.is_dynamo_compiling()
+    return torch.compiler.is_dynamo_compiling() or is_functorch_wrapped_tensor(x)
 
 
 #: Per round: the shift, the mask of what an arithmetic shift must not smear, the multiplier.

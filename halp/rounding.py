@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from halp import formats
+from halp.calls import not_emulated
 from halp.formats import BlockFormat, FixedFormat, FloatFormat, Format
 from halp.grid import (
     CARRIERS,
@@ -97,16 +98,17 @@ def quantize(
     x = x.detach()
     if rounding == "void":
         return x.clone()
-    if not is_traced(x):
-        _check_values(x, format, scale)
-    wide = x if x.dtype in CARRIERS else x.float()
-    bits = None
-    if rounding == "stoc":
-        if seed is None and not isinstance(random_bits, Tensor):
-            seed = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator)
-        bits = _bits_for(wide, random_bits, None if seed is None else stream_key(seed))
-    how = Rounding(rounding, overflow, subnormals, bits)
-    return round_to_format(wide, format, how, scale, axis=axis, held=x.dtype).to(x.dtype)
+    with not_emulated():
+        if not is_traced(x):
+            _check_values(x, format, scale)
+        wide = x if x.dtype in CARRIERS else x.float()
+        bits = None
+        if rounding == "stoc":
+            if seed is None and not isinstance(random_bits, Tensor):
+                seed = torch.randint(2**63 - 1, (), dtype=torch.int64, generator=generator)
+            bits = _bits_for(wide, random_bits, None if seed is None else stream_key(seed))
+        how = Rounding(rounding, overflow, subnormals, bits)
+        return round_to_format(wide, format, how, scale, axis=axis, held=x.dtype).to(x.dtype)
 
 
 def check_rounding(rounding: str, overflow: str = "saturate") -> None:

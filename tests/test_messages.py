@@ -14,7 +14,9 @@ from halp.messages import quoted, reason_of, shortened
 from halp.training import Checkpoint, plot_convergence
 
 
-@pytest.mark.parametrize("value", ["", "in IN", "two  spaces", "a\tb\n", 3, None, [1, 2], b"\0"])
+@pytest.mark.parametrize(
+    "value", ["", "a 'word'", "two  spaces", "a\tb\n", 3, 0.25, None, [1, 2], b"\0"]
+)
 def test_short_values_are_quoted_whole(value):
     assert quoted(value) == repr(value)
 

@@ -69,6 +69,34 @@ def test_every_stochastic_rounding_has_random_bits_of_its_own(x):
     assert not torch.equal(results[1], results[2])
 
 
+def test_copies_of_the_same_values_are_alike_within_a_step_however_they_lie(x):
+    rounder = Rounder(Precision("fp16", "stoc"))
+    rounder.new_step()
+    weights = x.view(50, 20)
+    copy = rounder.copy(weights)
+    assert torch.equal(rounder.copy(weights.clone()), copy)
+    assert torch.equal(rounder.copy(x), copy.view(-1))
+    assert torch.equal(rounder.copy(weights.t()).t(), copy)
+    assert torch.equal(
+        rounder.copy(x.view(5, 10, 20).permute(2, 0, 1)).permute(1, 2, 0).reshape(50, 20), copy
+    )
+    assert rounder.position == 1  # the step's own
+
+
+def test_copies_of_other_values_and_in_other_steps_draw_other_bits(x):
+    rounder = Rounder(Precision("fixed8", "stoc", scale=1.0))
+    halves = torch.full((1000,), 0.5)
+    seen = []
+    for values in (halves, halves + 2.0**-20):
+        for _ in range(2):
+            rounder.new_step()
+            seen.append(rounder.copy(values))
+    for i, a in enumerate(seen):
+        assert abs(a.mean().item() - 0.5) < 5 * 0.5 / 1000**0.5
+        for b in seen[:i]:
+            assert abs((a == b).double().mean().item() - 0.5) < 5 * 0.5 / 1000**0.5
+
+
 def test_setting_the_position_back_repeats_the_roundings_bit_for_bit(x):
     rounder = Rounder(Precision("fp16", "stoc", seed=7))
     results = [rounder(x) for _ in range(4)]
@@ -133,6 +161,7 @@ def test_a_new_step_draws_new_random_copies_and_keeps_those_to_nearest(x):
     stochastic, nearest = (Rounder(Precision("fp16", rounding)) for rounding in ("stoc", "near"))
     for rounder, same in ((stochastic, False), (nearest, True)):
         known = RoundedCopies(rounder)
+        rounder.new_step()
         before = known.rounded(x, x.dtype)
         rounder.new_step()
         assert torch.equal(known.rounded(x, x.dtype), before) == same

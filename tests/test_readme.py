@@ -16,6 +16,7 @@ from halp import formats
 from halp.grid import ROUNDINGS
 from settings import make_parser, parse
 from tables import DATASETS, MODELS, SOLVERS
+from tests.rarely import rarely_but
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 README = (REPOSITORY / "README.md").read_text()
@@ -27,6 +28,8 @@ def blocks(language: str) -> list[str]:
 
 
 COMMANDS = [line for block in blocks("bash") for line in block.splitlines() if line.strip()]
+#: What takes long although it is cut down: many solvers, real data, processes of their own.
+DEAR = ("compare_runs.py", "benchmarks/", "mnist", "conll2000", "postag", "halp.formats")
 
 
 def test_there_are_commands_and_an_example():
@@ -34,7 +37,10 @@ def test_there_are_commands_and_an_example():
     assert len(blocks("python")) == 3
 
 
-@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize(
+    "command",
+    rarely_but([c for c in COMMANDS if not any(word in c for word in DEAR)], COMMANDS),
+)
 def test_every_command_works(command, tmp_path, request):
     program, *arguments = shlex.split(command, comments=True)
     match program, arguments:
@@ -86,6 +92,7 @@ def prepare(halp_data: Path, output: Path) -> None:
     subprocess.run(call, check=True, capture_output=True)
 
 
+@pytest.mark.slow
 def test_a_saved_resnet_starts_another_run(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     commands = [shlex.split(c)[2:] for c in COMMANDS if "-ckpt" in c]

@@ -18,9 +18,9 @@ import torch
 from torch import Tensor
 
 from halp.bitcenter.cache_files import HostMemory, MappedFile, in_words
-from halp.bitcenter.fingerprints import fingerprint
 from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Context, Form, Offset
 from halp.bitcenter.packing import from_signs, pack, unpack, with_signs
+from halp.fingerprints import fingerprint
 
 _log = logging.getLogger("halp")
 
@@ -360,6 +360,7 @@ class OffsetCache:
         self.clear()
         self._store = HostMemory() if self.folder is None else MappedFile(self.folder)
         self.recording = True
+        self.context.rounder.new_step()
         try:
             yield
             self._store.finish()
@@ -442,7 +443,7 @@ class OffsetCache:
         if not form.rounds:
             return value.clone(), 1.0, form, op
         value = value if form.encode is None else form.encode(value)
-        rounded = self.context.rounder(value)
+        rounded = self.context.rounder.copy(value)
         if rounded is value:  # nothing is rounded
             rounded = value.clone()
         if form is SIGNED:

@@ -1,6 +1,6 @@
 """Turning a model into a bit-centered one, and back."""
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -9,9 +9,17 @@ import torch
 from torch import Tensor, nn
 
 from halp.bitcenter.cache import OffsetCache
-from halp.bitcenter.dispatch import assign
 from halp.bitcenter.offsets import Context
+from halp.bitcenter.state import ParameterValue
+from halp.bitcenter.swapping import (
+    KeepsAttached,
+    check_attached,
+    forget_computed,
+    replace_parameters,
+    swap_back,
+)
 from halp.bitcenter.tensor import BitCenteredTensor
+from halp.bitcenter.writes import assign
 from halp.formats import Format
 from halp.precision import Precision
 from halp.recurrent import unfuse
@@ -61,7 +69,8 @@ def bit_center(
     Raises:
         ValueError: the model has no floating-point parameters, is bit-centered already, or an
             argument is none of the accepted values.
-        TypeError: a parameter is neither float32 nor float64.
+        TypeError: a parameter is neither float32 nor float64, or a module is there to exchange
+            parameters with other processes or devices.
     """
     precision = Precision(format, rounding, scale, seed=seed)  # type: ignore[arg-type]
     if offsets not in ("on-site", "cached"):
@@ -72,6 +81,7 @@ def bit_center(
         raise ValueError(f'arithmetic must be "auto" or "emulated", not {arithmetic!r}')
     if offset_dtype is not None and offset_dtype not in _WIDE:
         raise ValueError(f"offset_dtype must be torch.float32 or torch.float64, not {offset_dtype}")
+    _refuse_several_processes(model)
     parameters = dict(model.named_parameters())
     for name, parameter in parameters.items():
         if isinstance(parameter, BitCenteredTensor):
@@ -85,19 +95,39 @@ def bit_center(
                 f"parameter {name!r} is {parameter.dtype}; bit centering takes torch.float32 or "
                 "torch.float64 parameters and emulates the low precision"
             )
+        check_attached(name, parameter)
     if not parameters:
         raise ValueError("the model has no parameters to bit-center")
+    forget_computed(model)
     cache = None
     if offsets == "cached":
         cache = OffsetCache(None if offset_cache_dir is None else Path(offset_cache_dir))
     context = Context(precision, cache)
-    _replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
+    replace_parameters(model, lambda p: _center(p, context, offset_dtype or p.dtype))
     for module in model.modules():
-        hooks = [module._register_state_dict_hook(_plain_state)]
+        hooks = [
+            module._register_state_dict_hook(_plain_state),
+            module.register_load_state_dict_pre_hook(_refuse_assignment),
+        ]
+        module.__dict__["_apply"] = KeepsAttached(module)
         if isinstance(module, nn.RNNBase):
             hooks += unfuse(module, is_bit_centered)
         module.__dict__["_halp_hooks"] = hooks
     return model
+
+
+def _refuse_several_processes(model: nn.Module) -> None:
+    for name, module in model.named_modules():
+        kinds = {kind.__name__ for kind in type(module).__mro__}
+        shares = kinds & {"DistributedDataParallel", "FullyShardedDataParallel"}
+        if shares or (isinstance(module, nn.DataParallel) and len(module.device_ids) > 1):
+            where = f"module {name!r}" if name else "the model"
+            raise TypeError(
+                f"{where} is a {type(module).__name__}, which exchanges parameters and gradients "
+                "with other processes or devices, and cannot do so with bit-centered ones: "
+                "bit-center the model that is not wrapped and train it in one process, or keep it "
+                "plain, with a plain solver"
+            )
 
 
 def _center(parameter: Tensor, context: Context, offset_dtype: torch.dtype) -> BitCenteredTensor:
@@ -112,7 +142,18 @@ def _plain_state(module: nn.Module, state: dict[str, Any], prefix: str, _: Any) 
     for name, parameter in module._parameters.items():
         entry: Any = state.get(prefix + name)
         if isinstance(entry, BitCenteredTensor) and entry is not parameter:
-            state[prefix + name] = entry.value
+            state[prefix + name] = ParameterValue.of(parameter)  # type: ignore[arg-type]
+
+
+def _refuse_assignment(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *_: Any
+) -> None:
+    if metadata.get("assign_to_params_buffers"):
+        raise RuntimeError(
+            "load_state_dict(assign=True) would put plain tensors in the place of bit-centered "
+            "parameters: leave out assign=True, which loads the values, or halp.to_plain(model) "
+            "first"
+        )
 
 
 def is_bit_centered(model: nn.Module) -> bool:
@@ -128,12 +169,13 @@ def to_plain(model: nn.Module, *, dtype: torch.dtype | None = None) -> nn.Module
     is.
     """
     if is_bit_centered(model):
-        _replace_parameters(model, lambda p: _plain(p, dtype))
+        replace_parameters(model, lambda p: _plain(p, dtype))
         for module, name, buffer in _buffers_not_in(model, dtype):
             module._buffers[name] = buffer.to(dtype)
     for module in model.modules():
         for hook in module.__dict__.pop("_halp_hooks", ()):
             hook.remove()
+        module.__dict__.pop("_apply", None)
     return model
 
 
@@ -195,7 +237,7 @@ def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
             saved[id(parameter)] = (parameter.detach(), parameter.grad)
             parameter.grad = None
     try:
-        _replace_parameters(model, lambda p: _plain(p, dtype))
+        replace_parameters(model, lambda p: _plain(p, dtype))
     except RuntimeError:
         for parameter in model.parameters():
             parameter.grad = saved[id(parameter)][1]
@@ -214,7 +256,7 @@ def _plain_parameters(model: nn.Module, dtype: torch.dtype | None) -> Iterator[N
         for parameter in model.parameters():
             if id(parameter) in saved:
                 parameter.grad = None
-        _swap_back(model, {key: tensor for key, (tensor, _) in saved.items()})
+        swap_back(model, {key: tensor for key, (tensor, _) in saved.items()})
         for parameter in model.parameters():
             if id(parameter) in saved:
                 if id(parameter) in written:
@@ -234,63 +276,3 @@ def _plain(parameter: Tensor, dtype: torch.dtype | None) -> Tensor:
     if not isinstance(parameter, BitCenteredTensor):
         return parameter
     return parameter.value.to(dtype or parameter.delta.dtype)
-
-
-def _replace_parameters(model: nn.Module, replace: Callable[[Tensor], Tensor]) -> None:
-    """Swap each parameter's tensor for ``replace(it)``, keeping its identity; its gradient alike.
-
-    ``Module._apply`` knows how: also for modules that hold their weights twice, like ``nn.LSTM``.
-
-    Raises:
-        RuntimeError: a parameter is part of an autograd graph that is alive. None is replaced then.
-    """
-    originals = {id(p): p.detach() for p in model.parameters()}
-    gradients = [(p, p.grad) for p in model.parameters() if p.grad is not None]
-    for parameter, _ in gradients:
-        parameter.grad = None
-
-    def apply(t: Tensor) -> Tensor:
-        return replace(t) if id(t) in originals else t
-
-    swap = torch.__future__.get_swap_module_params_on_conversion()
-    torch.__future__.set_swap_module_params_on_conversion(True)
-    try:
-        model._apply(apply)
-    except RuntimeError as error:
-        if "swap" not in str(error):
-            raise
-        _swap_back(model, originals)
-        for parameter, gradient in gradients:
-            parameter.grad = gradient
-        raise RuntimeError(
-            "a parameter is still part of an autograd graph, because an output or a loss computed "
-            "with it is alive: delete it, or compute it under torch.no_grad(), before converting "
-            "the model"
-        ) from error
-    finally:
-        torch.__future__.set_swap_module_params_on_conversion(swap)
-    with torch.no_grad():
-        for parameter, gradient in gradients:
-            parameter.grad = replace(gradient)
-
-
-def _swap_back(model: nn.Module, originals: dict[int, Tensor]) -> None:
-    """Give converted parameters their original tensors again, whatever still refers to theirs."""
-    for parameter in model.parameters():
-        original = originals.get(id(parameter), parameter)
-        if isinstance(parameter, BitCenteredTensor) != isinstance(original, BitCenteredTensor):
-            parameter.grad = None
-            if parameter.requires_grad:
-                node = torch.autograd.graph.get_gradient_edge(parameter).node
-                node.register_prehook(_refuse_gradient)
-            other = nn.Parameter(original, requires_grad=parameter.requires_grad)
-            parameter.__class__, other.__class__ = other.__class__, parameter.__class__
-            parameter.__dict__, other.__dict__ = other.__dict__, parameter.__dict__
-            torch._C._swap_tensor_impl(parameter, other)
-
-
-def _refuse_gradient(_: Any) -> None:
-    raise RuntimeError(
-        "backward() reached a parameter that has been converted since the forward pass, by "
-        "halp.materialize or another conversion; call it before, or run the forward pass again"
-    )

@@ -19,6 +19,7 @@ from halp.bitcenter.offsets import Offset
 from halp.bitcenter.operands import Decided, Operand, all_constant, exact_of, on_offsets
 from halp.bitcenter.replay import run_with_cache
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
+from halp.bitcenter.writes import in_place, is_at_hand, target_of, writes
 from halp.calls import call, replace_tensors
 from halp.random_bits import is_traced
 
@@ -122,16 +123,20 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     like = model_of(args, kwargs)
     if like is None:
         return func(*args, **kwargs)
+    if _runs_each(func):
+        return func._op_dk(_EACH, *args, **kwargs)
     if like.context.offsets_only:
         return _offsets_only(func, like, args, kwargs)
     cache = like.context.cache
     if cache is None or not cache.is_active:
         return _run(func, like, args, kwargs)
-    if func._schema.is_mutable and _is_at_hand(args[0]):
-        root = args[0]._offset.root
+    if writes(func) and is_at_hand(target_of(args, kwargs)):
+        root = target_of(args, kwargs)._offset.root
         root.written(hash(("written", root.key)), None)
         with cache.suspended():
             return _run(func, like, args, kwargs)
+    if not torch.is_grad_enabled() and _is_of_parameters(func, args, kwargs):
+        return _on_site(func, like, args, kwargs)
     if is_traced(like.delta):
         raise NotImplementedError(
             "cached offsets are recorded and replayed eagerly and cannot be compiled; use "
@@ -148,9 +153,44 @@ def dispatch(func: OpOverload, args: tuple, kwargs: dict) -> Any:
     return result
 
 
-def _is_at_hand(x: Any) -> bool:
-    """Whether this is a bit-centered parameter, or part of one: its offset is there to write to."""
-    return type(x) is BitCenteredTensor and x._offset.root.is_at_hand
+#: Where PyTorch keeps the form of an operation on lists that runs a plain one on each element.
+_EACH = torch._C.DispatchKey.CompositeExplicitAutograd
+
+
+@cache
+def _runs_each(func: OpOverload) -> bool:
+    """Whether an operation does to each tensor of a list what another one does to a tensor."""
+    on_lists = func._schema.name.startswith("aten::_foreach_")
+    return on_lists and func not in HANDLERS and func.has_kernel_for_dispatch_key(_EACH)
+
+
+def _is_of_parameters(func: OpOverload, args: tuple, kwargs: dict) -> bool:
+    """Whether an operation reads parameters, parts of them and numbers, and nothing else.
+
+    Outside of autograd that is what averages of models are made of, and other optimizers' steps.
+    """
+    tensors: list[Tensor] = []
+    replace_tensors((args, tuple(kwargs.values())), tensors.append)
+    return torch.Tag.nondeterministic_seeded not in func.tags and all(
+        is_at_hand(x) or (type(x) is Tensor and x.dim() == 0 and x.device.type == "cpu")
+        for x in tensors
+    )
+
+
+def _on_site(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
+    """Run an operation without the cache, of whose operands the offsets are there."""
+    assert like.context.cache is not None
+
+    def key(x: Tensor) -> Any:
+        return x._offset.key if type(x) is BitCenteredTensor else x.item()
+
+    operands = replace_tensors((args, tuple(kwargs.items())), key)
+    with like.context.cache.suspended():
+        result = _run(func, like, args, kwargs)
+    for i, part in enumerate(result if isinstance(result, tuple | list) else (result,)):
+        if type(part) is BitCenteredTensor and not part._offset.is_named(args):
+            part._offset.name(hash((func._schema, repr(operands), i)))
+    return result
 
 
 def _run(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
@@ -158,7 +198,7 @@ def _run(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs: dict) -
     if handler is not None:
         return handler(func, like, args, kwargs)
     if func._schema.is_mutable:
-        return _in_place(func, args, kwargs)
+        return in_place(func, args, kwargs)
     if not like.dtype.is_floating_point:
         return on_both_values(func, like, args, kwargs)
     return _decompose(func, args, kwargs)
@@ -193,7 +233,35 @@ def _is_derived(func: OpOverload) -> bool:
     )
 
 
+#: What would do in the place of operations without a rule, by how their names begin.
+_INSTEAD = {
+    "aten.view.dtype": (
+        "a bit-centered tensor cannot be rounded, nor read as bits: its deltas are in low "
+        "precision already; take halp.value(t), which is plain, and leave halp.Quantize out of "
+        "bit-centered models"
+    ),
+    "aten._scaled_dot_product": (
+        "fused attention has no delta rule; run forward and backward pass in PyTorch's "
+        "mathematical form of it, which has: with torch.nn.attention.sdpa_kernel("
+        "torch.nn.attention.SDPBackend.MATH)"
+    ),
+    **dict.fromkeys(
+        ("aten._transformer_encoder_layer_fwd", "aten._native_multi_head_attention"),
+        "this layer in one operation, which PyTorch takes in evaluation, has no delta rule; "
+        "evaluate under halp.materialize(model), or torch.backends.mha.set_fastpath_enabled(False)",
+    ),
+    "c10d.": (
+        "processes of torch.distributed, as DistributedDataParallel starts them, cannot exchange "
+        "bit-centered tensors; train in one process, or a plain model (halp.to_plain) with a plain "
+        "solver, and send halp.value(t) elsewhere"
+    ),
+}
+
+
 def _no_rule(func: OpOverload) -> NotImplementedError:
+    for name, instead in _INSTEAD.items():
+        if str(func).startswith(name):
+            return NotImplementedError(f"{func}: {instead}")
     return NotImplementedError(
         f"{func} has no delta rule, so it cannot run on bit-centered tensors; give it one with "
         f"halp.bitcenter.register_rule(torch.ops.{func})"
@@ -214,7 +282,7 @@ def _offsets_only(func: OpOverload, like: BitCenteredTensor, args: tuple, kwargs
     with writes_counted():
         result = on_offsets(func, args, kwargs, dtype)
     if func._schema.is_mutable and func._schema.returns[0].alias_info is not None:
-        return args[0]
+        return target_of(args, kwargs)
 
     def center(offset: Any) -> Any:
         return _constant(offset, like) if isinstance(offset, Tensor) else offset
@@ -265,9 +333,10 @@ def _handler_of(rule: Callable) -> Handler:
                 for part, delta in zip(offset(), result, strict=True)
             )
         if deferred:
-            return _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
-        wrapped = wrap(offset(), result, like)
-        wrapped.decision = decision
+            wrapped = _wrap_deferred(_later(func, args, kwargs, dtype), result, like)
+        else:
+            wrapped = wrap(offset(), result, like)
+        wrapped.decision = decision  # in a backward pass too: it may repeat a forward one
         return wrapped
 
     return handler
@@ -368,68 +437,6 @@ def on_both_values(func: OpOverload, like: BitCenteredTensor, args: tuple, kwarg
     if isinstance(values, tuple | list):
         return type(values)(map(pair, offsets, values))
     return pair(offsets, values)
-
-
-@cache
-def _out_of_place(func: OpOverload) -> OpOverload | None:
-    """Return the operation that computes what an in-place one writes to its first argument."""
-    packet = getattr(
-        torch.ops.aten, func._schema.name.removeprefix("aten::").removesuffix("_"), None
-    )
-    return getattr(packet, func._overloadname, None)
-
-
-def _in_place(func: OpOverload, args: tuple, kwargs: dict) -> Any:
-    """Run the out-of-place operation and copy its result into both parts of the first argument."""
-    functional = _out_of_place(func) if func._schema.name.endswith("_") else None
-    if functional is None:
-        raise NotImplementedError(f"{func} cannot write bit-centered tensors; use its plain form")
-    target = args[0]
-    if type(target) is not BitCenteredTensor:
-        raise RuntimeError(
-            f"{func} would write a bit-centered value into a plain tensor, which would lose its "
-            "delta; use the out-of-place operation, or halp.value(t) for the plain value"
-        )
-    result = functional(*args, **kwargs)
-    assign(target, result)
-    return target
-
-
-def assign(target: BitCenteredTensor, source: Tensor) -> None:
-    """Copy both parts of ``source`` into ``target``; a plain source becomes the offset."""
-    target.context.settle()
-    with writes_counted():
-        _assign_offset(target, source)
-        _assign_delta(target, source)
-
-
-def _assign_offset(target: BitCenteredTensor, source: Tensor) -> None:
-    centered = source if isinstance(source, BitCenteredTensor) else None
-    if not target.context.is_cached or _is_at_hand(target):
-        target.offset.copy_(source if centered is None else centered.offset)
-        return
-    cache, root = target.context.cache, target._offset.root
-    assert cache is not None
-    if cache.recording:
-        target._offset.computed.copy_(source if centered is None else centered._offset.computed)
-    if centered is not None and root is target._offset and source.shape == target.shape:
-        root.written(centered._offset.key, centered._offset.frozen())
-    else:
-        root.written(hash(("written", target._offset.key, cache.key_of(source))), None)
-
-
-def _assign_delta(target: BitCenteredTensor, source: Tensor) -> None:
-    centered = source if isinstance(source, BitCenteredTensor) else None
-    target.decision = None if centered is None else centered.decision
-    if target._offset.is_recorded and 0 in target.delta.stride():
-        return  # a stand-in for zeros
-    if centered is not None:
-        if not (centered.is_constant and target.is_constant):
-            target.delta.copy_(centered.delta)
-    elif not target.dtype.is_floating_point:
-        target.delta.copy_(source)
-    elif not target.is_constant:
-        target.delta.zero_()
 
 
 BitCenteredTensor.dispatcher = staticmethod(dispatch)

@@ -83,14 +83,14 @@ class Offset:
         """Return the offset rounded once to the low-precision format, stored in ``dtype``."""
         tensor, rounder = self.computed, context.rounder
         if is_traced(tensor):
-            return rounder(tensor).to(dtype)
+            return rounder.copy(tensor).to(dtype)
         version = (0 if tensor.is_inference() else tensor._version, rounder.generation)
         if self._low is None or self._low_version != version or self._low.dtype != dtype:
-            if self._view is not None:
+            if self._view is not None and context.precision.format.commutes_with_views:
                 base, view, _ = self._view
                 self._low = view(base.low(context, dtype))
             else:
-                self._low = rounder(tensor).to(dtype)
+                self._low = rounder.copy(tensor).to(dtype)
             self._low_version = version
         return self._low
 
@@ -200,9 +200,9 @@ class Context:
     def new_step(self) -> None:
         """Start a training step: nothing it draws may depend on what earlier ones remembered."""
         self.copies.forget()
-        if self.cache is None:
-            self.rounder.new_step()
-        else:  # whose low-precision copies serve until the next snapshot
+        # With a cache, low-precision copies of parameters serve until the next snapshot.
+        self.rounder.new_step(keeps_copies=self.cache is not None)
+        if self.cache is not None:
             self.cache.new_pass()
 
     def defer(self, compute: Callable[[], Tensor]) -> Offset:

@@ -20,6 +20,12 @@ def writes_counted() -> Any:
     return torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False)
 
 
+#: Attributes of the tensors themselves; what else hangs on a parameter is the user's.
+OWN_ATTRIBUTES = frozenset(
+    {"_offset", "delta", "context", "decision", "_constant", "_is_param", "_plain_class"}
+)
+
+
 class BitCenteredTensor(Tensor):
     """``offset + delta``, of which every operation computes both parts.
 
@@ -48,6 +54,8 @@ class BitCenteredTensor(Tensor):
     _offset: Offset
     #: A delta that is known to be zero as long as it has this version.
     _constant: tuple[Tensor, int] | None
+    #: Of a parameter: the class that it has as a plain one.
+    _plain_class: type = torch.nn.Parameter
 
     @staticmethod
     def __new__(
@@ -182,6 +190,16 @@ class BitCenteredTensor(Tensor):
         array = self.numpy()
         return array if dtype is None else array.astype(dtype)
 
+    def share_memory_(self) -> "BitCenteredTensor":
+        """Move both parts to memory that processes share."""
+        self.offset.share_memory_()
+        self.delta.share_memory_()
+        return self
+
+    def is_shared(self) -> bool:
+        """Whether both parts are in memory that processes share."""
+        return self.offset.is_shared() and self.delta.is_shared()
+
     def __deepcopy__(self, memo: dict[int, Any]) -> "BitCenteredTensor":
         if id(self) in memo:
             return memo[id(self)]
@@ -190,7 +208,12 @@ class BitCenteredTensor(Tensor):
                 "only leaf tensors (parameters, detached ones) can be deep-copied; detach() first"
             )
         context = copy.deepcopy(self.context, memo)
-        new = _rebuild(self.offset.clone(), self.delta.clone(), context, *self._extra_state())
+        new = _rebuild(
+            self.offset.clone(),
+            self.delta.clone(),
+            context,
+            *copy.deepcopy(self._extra_state(), memo),
+        )
         memo[id(self)] = new
         grad: Any = self.grad
         if grad is not None and grad._offset.root.is_at_hand:  # of a cached step there is no whole
@@ -200,16 +223,26 @@ class BitCenteredTensor(Tensor):
     def __reduce_ex__(self, protocol: Any) -> tuple:
         return _rebuild, (self.offset, self.delta, self.context, *self._extra_state())
 
-    def _extra_state(self) -> tuple[bool, bool]:
-        return self.requires_grad, getattr(self, "_is_param", False)
+    def _extra_state(self) -> tuple[bool, bool, type, dict[str, Any]]:
+        attributes = {name: v for name, v in vars(self).items() if name not in OWN_ATTRIBUTES}
+        is_parameter = getattr(self, "_is_param", False)
+        return self.requires_grad, is_parameter, self._plain_class, attributes
 
 
 def _rebuild(
-    offset: Tensor, delta: Tensor, context: Context, requires_grad: bool, is_parameter: bool
+    offset: Tensor,
+    delta: Tensor,
+    context: Context,
+    requires_grad: bool,
+    is_parameter: bool,
+    plain_class: type = torch.nn.Parameter,
+    attributes: dict[str, Any] | None = None,
 ) -> BitCenteredTensor:
     """Put a pickled or copied tensor together again."""
     tensor = BitCenteredTensor(offset, delta, context)
     if is_parameter:
         tensor._is_param = True
+        tensor._plain_class = plain_class
+    vars(tensor).update(attributes or {})
     tensor.requires_grad_(requires_grad)
     return tensor

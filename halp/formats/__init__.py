@@ -6,7 +6,7 @@ A new format is one entry at the end of this file. ``python -m halp.formats`` pr
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias, TypeVar
+from typing import ClassVar, TypeAlias, TypeVar
 
 from halp.messages import quoted
 
@@ -23,6 +23,8 @@ class FloatFormat:
         ValueError: fewer than 2 exponent bits or no fraction bit, or more than float64 has.
     """
 
+    #: Whether a view of a rounded tensor is the rounded view: each element is rounded alone.
+    commutes_with_views: ClassVar[bool] = True
     name: str
     #: Width of the exponent field.
     exponent_bits: int
@@ -108,6 +110,8 @@ class FixedFormat:
         ValueError: fewer than 2 or more than 32 bits.
     """
 
+    #: Whether a view of a rounded tensor is the rounded view: each element is rounded alone.
+    commutes_with_views: ClassVar[bool] = True
     name: str
     #: Width of a stored value, sign included.
     bits: int
@@ -168,6 +172,8 @@ class BlockFormat:
     Specification 1.0, section 6.3).
     """
 
+    #: Whether a view of a rounded tensor is the rounded view: no, blocks lie along its rows.
+    commutes_with_views: ClassVar[bool] = False
     name: str
     #: Format of the scaled elements.
     element: FloatFormat | FixedFormat

@@ -1,17 +1,17 @@
 """What the six solvers share: one loop, one update, one kind of state dict."""
 
-import math
+import numbers
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.sgd import sgd
 
 from halp.bitcenter import BitCenteredTensor, value
-from halp.precision import Rounder
+from halp.optim.options import REQUIRED, check_not_negative, check_options
+from halp.optim.shared import Shared
+from halp.optim.state import Saved, pack, put, read
 
 Closure = Callable[[], Any]
 
@@ -24,14 +24,21 @@ class Solver(Optimizer):
     at any time.
 
     A subclass supplies its gradient: :meth:`_evaluate` runs the closure, :meth:`_gradient` returns
-    one parameter's v. :meth:`_update` is the arithmetic: :class:`FullPrecision` or
-    :class:`LowPrecision`.
+    one parameter's v. :meth:`_update` is the arithmetic: see :mod:`halp.optim.updates`.
+
+    A frozen parameter (``requires_grad_(False)``) stands still at once, momentum and weight decay
+    included, also where a gradient of before still lies in it.
     """
+
+    #: As state dicts call the solver, whatever a wrapper calls itself.
+    solver_name: str
+    #: Options that are of the solver as a whole: groups cannot have their own.
+    solver_options: tuple[str, ...] = ()
 
     #: Whether the solver moves deltas of bit-centered parameters.
     moves_deltas = False
     #: What looks on, a `halp.training.Watch`; None costs nothing.
-    watch: Any = None
+    watch: Shared[Any] = Shared(None)
 
     def __init__(
         self,
@@ -43,9 +50,9 @@ class Solver(Optimizer):
         nesterov: bool = False,
         maximize: bool = False,
     ) -> None:
-        _check_not_negative("lr", lr)
-        _check_not_negative("momentum", momentum)
-        _check_not_negative("weight_decay", weight_decay)
+        check_not_negative("lr", lr)
+        check_not_negative("momentum", momentum)
+        check_not_negative("weight_decay", weight_decay)
         if nesterov and momentum == 0:
             raise ValueError("nesterov needs a momentum above 0")
         defaults = {
@@ -55,16 +62,22 @@ class Solver(Optimizer):
             "nesterov": nesterov,
             "maximize": maximize,
         }
+        self.watch = None
         super().__init__(params, defaults)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own, as in any PyTorch optimizer."""
         super().add_param_group(param_group)
-        group = self.param_groups[-1]
-        for name in ("lr", "momentum", "weight_decay"):
-            _check_not_negative(name, group[name])
-        if not self.moves_deltas:
-            self._check_parameters()
+        try:
+            group = self.param_groups[-1]
+            for name in REQUIRED:
+                check_not_negative(name, group[name])
+            self._check_options(group)
+            if not self.moves_deltas:
+                self._check_parameters()
+        except (TypeError, ValueError):
+            self.param_groups.pop()
+            raise
 
     @property
     def snapshot_due(self) -> bool:
@@ -89,9 +102,15 @@ class Solver(Optimizer):
 
         Returns:
             The loss that the closure returned, as a plain detached tensor; None without a closure.
+
+        Raises:
+            TypeError: the closure returned something else. Nothing has moved.
         """
         self._check_parameters()
+        for group in self.param_groups:
+            self._check_options(group)
         loss = self._evaluate(closure)
+        check_loss(loss, "step")
         if closure is not None:
             self._check_gradients()
         with torch.no_grad():
@@ -108,9 +127,9 @@ class Solver(Optimizer):
         return value(loss) if isinstance(loss, Tensor) else loss
 
     def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        """Return the parameters of a group that have a gradient, and what they move along."""
+        """Return the parameters of a group that move, and what they move along."""
         parameters, gradients = [], []
-        for p in group["params"]:
+        for p in filter(self._trains, group["params"]):
             gradient = self._gradient(p, group)
             if gradient is not None:
                 if gradient.is_sparse:
@@ -129,6 +148,10 @@ class Solver(Optimizer):
     def _evaluate(self, closure: Closure | None) -> Any:
         """Leave this step's gradients where :meth:`_gradient` finds them; return the loss."""
         return None if closure is None else self._call(closure)
+
+    def _trains(self, p: Tensor) -> bool:
+        """Whether a parameter is to move, if it has a gradient."""
+        return p.requires_grad
 
     def _gradient(self, p: Tensor, group: dict[str, Any]) -> Tensor | None:
         """Return v for one parameter, or None to leave it as it is."""
@@ -154,12 +177,18 @@ class Solver(Optimizer):
             if self.moves_deltas:
                 raise TypeError(
                     f"{name} is a plain tensor; call halp.bit_center(model) before the first "
-                    "snapshot or step"
+                    "snapshot or step, and again where load_state_dict(..., assign=True) or an "
+                    "assignment has put plain tensors in its place"
                 )
             raise TypeError(
                 f"{name} is bit-centered; use BitCenterSGD or BitCenterSVRG, or "
                 "halp.to_plain(model) first"
             )
+
+    def _check_options(self, group: dict[str, Any]) -> None:
+        """Raise ValueError for options of a group that the update would ignore."""
+        of_the_solver = [o for c in type(self).__mro__ for o in vars(c).get("solver_options", ())]
+        check_options(self.solver_name, group, of_the_solver)
 
     def _check_gradients(self) -> None:
         """Raise where a step's closure should have left gradients: SGD then does nothing."""
@@ -171,18 +200,19 @@ class Solver(Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """Return what copies and pickles keep: all but hooks and what a scheduler has wrapped."""
-        return {
-            k: v
-            for k, v in vars(self).items()
-            if k not in ("step", "watch") and not k.startswith("_optimizer_")
+        kept = {
+            k: v for k, v in vars(self).items() if k != "step" and not k.startswith("_optimizer_")
         }
+        shared = {k: v for k, v in kept.get("_shared", {}).items() if k != "watch"}
+        return {**kept, "_shared": shared}
 
     def _solver_state(self) -> dict[str, Any]:
         """Return what the state dict holds beside tensors: plain values only."""
-        return {"name": type(self).__name__}
+        return {"name": self.solver_name}
 
-    def _load_solver_state(self, state: dict[str, Any]) -> None:
-        pass
+    def _add_state(self, state_dict: dict[str, Any]) -> None:
+        """Put into a state dict what PyTorch's own does not have."""
+        state_dict["solver"] = self._solver_state()
 
     def state_dict(self) -> dict[str, Any]:
         """Return all that a resumed run needs to go on bit for bit, also in the middle of a cycle.
@@ -190,42 +220,55 @@ class Solver(Optimizer):
         PyTorch's own entries, and ``"solver"``: the solver's name, its position in the cycle and
         that of its random stream. ``torch.load(..., weights_only=True)`` reads it.
         """
-        return {**super().state_dict(), "solver": self._solver_state()}
+        return pack(self, self._add_state)
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
         """Load :meth:`state_dict`, keeping each tensor's dtype.
 
-        The state of :class:`torch.optim.SGD` is taken by the solvers without snapshots.
+        The state of :class:`torch.optim.SGD` is taken by the solvers without snapshots. Where both
+        sides have names of parameters (``SGD(model.named_parameters(), …)``) each one gets what is
+        saved under its name; else their order decides.
 
         Raises:
-            ValueError: the state is another solver's, or of other parameters. Nothing is loaded.
+            ValueError: the state is another solver's, or of other parameters, or has options that
+                this solver lacks. Nothing is loaded.
         """
-        self._check_state(state_dict)
-        super().load_state_dict(state_dict)
-        # PyTorch has cast the tensors to their parameters' dtype.
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for index, p in zip(indices, self._parameters(), strict=True):
-            for key, saved in state_dict["state"].get(index, {}).items():
-                if isinstance(saved, Tensor):
-                    self.state[p][key] = saved.detach().to(device=p.device, copy=True)
-        if "solver" in state_dict:
-            self._load_solver_state(state_dict["solver"])
+        saved = read(self, state_dict)
+        self._check_state(saved)
+        self._load(saved)
+        for hook in self._optimizer_load_state_dict_post_hooks.values():
+            hook(self)
 
-    def _check_state(self, state_dict: dict[str, Any]) -> None:
+    def _load(self, saved: Saved) -> None:
+        """Take over a state that has been checked."""
+        put(self, saved)
+        if saved.solver is None:  # PyTorch's momentum is on no grid
+            for p in self._parameters():
+                if "momentum_buffer" in self.state.get(p, {}):
+                    buffer = self._stored_momentum(p, self.state[p]["momentum_buffer"])
+                    self.state[p]["momentum_buffer"] = buffer
+
+    def _check_state(self, saved: Saved) -> None:
         """Raise ValueError unless the state is one of this solver and these parameters."""
-        name = type(self).__name__
-        solver = state_dict.get("solver", {"name": None})["name"]
-        if solver is None and not self._takes_foreign_state(state_dict):
-            raise ValueError(f"this is no state dict of {name}: it has no 'solver' entry of it")
-        if solver not in (None, name):
-            raise ValueError(f"a state dict of {solver} cannot be loaded into {name}")
-        indices = [i for group in state_dict["param_groups"] for i in group["params"]]
-        for index, p in zip(indices, self._parameters(), strict=False):
-            for key, saved in state_dict["state"].get(index, {}).items():
-                if isinstance(saved, Tensor) and saved.shape != p.shape:
+        ours = self.solver_name
+        solver = None if saved.solver is None else saved.solver["name"]
+        if solver is None and not self._takes_foreign_state(saved):
+            raise ValueError(f"this is no state dict of {ours}: it has no 'solver' entry of it")
+        if solver not in (None, ours):
+            raise ValueError(f"a state dict of {solver} cannot be loaded into {ours}")
+        for index, group in enumerate(saved.groups):
+            for name in REQUIRED:
+                if name not in group:
+                    raise ValueError(f"parameter group {index} of the state dict has no {name!r}")
+            self._check_options(group)
+        parameters = self._parameters()
+        for index, entry in saved.entries.items():
+            p = parameters[index]
+            for key, tensor in entry.items():
+                if isinstance(tensor, Tensor) and tensor.shape != p.shape:
                     raise ValueError(
                         f"the state dict is of another model: {key!r} of parameter {index} has "
-                        f"shape {tuple(saved.shape)}, the parameter {tuple(p.shape)}"
+                        f"shape {tuple(tensor.shape)}, the parameter {tuple(p.shape)}"
                     )
 
     def load_momentum(self, buffers: Mapping[Tensor, Tensor]) -> None:
@@ -262,111 +305,28 @@ class Solver(Optimizer):
         """Return a copy of a momentum buffer as the update keeps it."""
         return buffer.detach().to(device=p.device, dtype=p.dtype, copy=True)
 
-    def _takes_foreign_state(self, state_dict: dict[str, Any]) -> bool:
+    def _takes_foreign_state(self, saved: Saved) -> bool:
         """Whether a state dict without a solver's name is torch.optim.SGD's, and enough."""
         groups_fit = all(
-            set(self.defaults) <= {*group, "foreach"} for group in state_dict["param_groups"]
+            "nesterov" in group and ("dampening" in group or "maximize" in group)
+            for group in saved.groups
         )
-        keys = {key for state in state_dict["state"].values() for key in state}
-        return groups_fit and keys <= {"momentum_buffer"}
-
-
-class FullPrecision(Solver):
-    """The update of the solvers in full precision: PyTorch's own, ``foreach`` included."""
-
-    def __init__(self, *args: Any, foreach: bool | None = None, **options: Any) -> None:
-        super().__init__(*args, **options)
-        self.defaults["foreach"] = foreach
-        for group in self.param_groups:
-            group.setdefault("foreach", foreach)
-
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        buffers = [self.state[p].get("momentum_buffer") for p in parameters]
-        sgd(
-            parameters,
-            gradients,
-            buffers,
-            has_sparse_grad=False,
-            foreach=group["foreach"],
-            weight_decay=group["weight_decay"],
-            momentum=group["momentum"],
-            lr=group["lr"],
-            dampening=0.0,
-            nesterov=group["nesterov"],
-            maximize=group["maximize"],
+        return groups_fit and all(
+            entry.keys() <= {"momentum_buffer"} for entry in saved.entries.values()
         )
-        if group["momentum"] != 0:
-            for p, buffer in zip(parameters, buffers, strict=True):
-                self.state[p]["momentum_buffer"] = buffer
 
 
-class LowPrecision(Solver):
-    """The update of the solvers in low precision, one simulated kernel a parameter.
-
-    It reads gradient, momentum buffer and iterate on their grids, computes wide, and rounds the
-    buffer and the iterate once each.
-    """
-
-    #: What the update moves, for whoever counts.
-    iterate_name = "weights"
-
-    def _note(self, p: Tensor, what: str, before: Tensor, after: Tensor) -> None:
-        """Tell who looks on that something of a parameter has been rounded."""
-        if self.watch is not None:
-            precision = self._rounder(p).precision
-            if what == self.iterate_name and "scale" in self.state[p]:
-                precision = replace(precision, scale=self.state[p]["scale"])
-            self.watch.rounded(p, what, before, after, precision)
-
-    def _iterate(self, p: Tensor) -> Tensor:
-        """Return what the update moves: the parameter, or its delta."""
-        return p
-
-    def _rounder(self, p: Tensor) -> Rounder:
-        """Return what rounds the iterate and its momentum buffer."""
-        raise NotImplementedError
-
-    def _stored_iterate(self, p: Tensor, iterate: Tensor) -> Tensor:
-        """Return the new iterate on its grid."""
-        return self._rounder(p)(iterate)
-
-    def _stored_momentum(self, p: Tensor, buffer: Tensor) -> Tensor:
-        iterate = self._iterate(p)  # to nearest, so that no random bits of the run are used up
-        copy = buffer.detach().to(device=iterate.device, dtype=iterate.dtype, copy=True)
-        return self._rounder(p).precision.nearest(copy)
-
-    def _gradients(self, group: dict[str, Any]) -> tuple[list[Tensor], list[Tensor]]:
-        parameters, gradients = super()._gradients(group)
-        if group["maximize"]:
-            gradients = [-gradient for gradient in gradients]
-        decay = group["weight_decay"]
-        if decay != 0:
-            iterates = map(self._iterate, parameters)
-            gradients = [g.add(w, alpha=decay) for g, w in zip(gradients, iterates, strict=True)]
-        return parameters, gradients
-
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        momentum, lr = group["momentum"], float(group["lr"])
-        for p, gradient in zip(parameters, gradients, strict=True):
-            iterate, rounder, direction = self._iterate(p), self._rounder(p), gradient
-            if momentum != 0:
-                buffer = gradient
-                if "momentum_buffer" in self.state[p]:
-                    buffer = gradient.add(self.state[p]["momentum_buffer"], alpha=momentum)
-                self.state[p]["momentum_buffer"] = rounder(buffer)
-                self._note(p, "momentum", buffer, self.state[p]["momentum_buffer"])
-                direction = gradient.add(buffer, alpha=momentum) if group["nesterov"] else buffer
-            wide = iterate.sub(direction, alpha=lr)
-            iterate.copy_(self._stored_iterate(p, wide))
-            self._note(p, self.iterate_name, wide, iterate)
-
-
-def _check_not_negative(name: str, number: float | Tensor) -> None:
-    if not isinstance(number, int | float | Tensor) or isinstance(number, bool):
-        raise TypeError(f"{name} must be a number, not {number!r}")
-    if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be 0 or a positive number, not {number!r}")
+def check_loss(loss: Any, caller: str) -> None:
+    """Raise TypeError for what a closure returns unless it is one number, or None."""
+    if loss is None or isinstance(loss, numbers.Real):
+        return
+    if not isinstance(loss, Tensor):
+        raise TypeError(
+            f"the closure of {caller}() must return the mean loss alone, and returned a "
+            f"{type(loss).__name__}: leave what else it computes in a variable outside of it"
+        )
+    if loss.numel() != 1:
+        raise TypeError(
+            f"the closure of {caller}() must return the mean loss, one number, and returned a "
+            f"tensor of shape {tuple(loss.shape)}"
+        )

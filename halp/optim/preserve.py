@@ -8,7 +8,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+from torch.utils.weak import TensorWeakRef
 
 
 class RandomState:
@@ -75,18 +76,76 @@ class RandomState:
         return self
 
 
+class BufferState:
+    """What buffers hold: those of a model, or tensors.
+
+    Of a model also which tensors are its buffers: a module may assign a new one at every call.
+    """
+
+    def __init__(self, buffers: nn.Module | Iterable[Tensor]) -> None:
+        self._held: list[tuple[dict[str, Tensor | None], dict[str, Tensor | None]]] = []
+        if isinstance(buffers, nn.Module):
+            self._held = [(m._buffers, dict(m._buffers)) for m in buffers.modules()]
+            buffers = buffers.buffers()
+        self._copies = [(buffer, buffer.detach().clone()) for buffer in buffers]
+
+    def restore(self) -> None:
+        """Make everything as it was."""
+        for held, before in self._held:
+            held.clear()
+            held.update(before)
+        with torch.no_grad():
+            for buffer, copy in self._copies:
+                buffer.copy_(copy)
+
+
 @contextmanager
-def preserved(buffers: list[Tensor], generators: Iterable[torch.Generator] = ()) -> Iterator[None]:
-    """Within the block, random state and ``buffers`` may change; afterwards they are as before."""
-    random_state = RandomState(generators)
-    copies = [buffer.detach().clone() for buffer in buffers]
+def preserved(
+    buffers: nn.Module | Iterable[Tensor], generators: Iterable[torch.Generator] = ()
+) -> Iterator[None]:
+    """Within the block, random state and buffers may change; afterwards they are as before."""
+    random_state, buffer_state = RandomState(generators), BufferState(buffers)
     try:
         yield
     finally:
         random_state.restore()
-        with torch.no_grad():
-            for buffer, copy in zip(buffers, copies, strict=True):
-                buffer.copy_(copy)
+        buffer_state.restore()
+
+
+class Buffers:
+    """What a solver was told are the model's buffers: the model, or tensors.
+
+    Tensors are not held on to, which shows where the model has others by now.
+    """
+
+    def __init__(self, buffers: nn.Module | Iterable[Tensor]) -> None:
+        self._model = buffers if isinstance(buffers, nn.Module) else None
+        tensors = [] if isinstance(buffers, nn.Module) else list(buffers)
+        self._tensors = [(TensorWeakRef(t), tuple(t.shape)) for t in tensors]
+
+    def now(self) -> nn.Module | list[Tensor]:
+        """Return the model, or the tensors.
+
+        Raises:
+            RuntimeError: one of them is gone.
+        """
+        if self._model is not None:
+            return self._model
+        tensors = []
+        for ref, shape in self._tensors:
+            tensor = ref()
+            if tensor is None:
+                raise RuntimeError(
+                    f"a tensor of shape {shape} that was given in buffers= is no buffer of the "
+                    "model any more: model.to(...) or an assignment has replaced it; pass the "
+                    "model itself, buffers=model, or set optimizer.buffers = model.buffers() after "
+                    "that"
+                )
+            tensors.append(tensor)
+        return tensors
+
+    def __reduce__(self) -> tuple[type["Buffers"], tuple[Any]]:
+        return Buffers, (self.now(),)
 
 
 def generators_of(loader: Any) -> list[torch.Generator]:

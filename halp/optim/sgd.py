@@ -7,13 +7,17 @@ from torch import Tensor
 
 from halp.emulation import Emulation
 from halp.formats import Format
-from halp.optim.base import Closure, FullPrecision, LowPrecision
+from halp.optim.base import Closure
+from halp.optim.state import Saved
+from halp.optim.updates import FullPrecision, LowPrecision
 from halp.precision import Precision, Rounder
 from halp.rounding import Scale
 
 
 class SGD(FullPrecision):
     """Full-precision SGD: bit for bit :class:`torch.optim.SGD` without dampening.
+
+    But for frozen parameters in which a gradient still lies: here they stand still.
 
     ``w ← w − lr·∇f_b(w)``. It takes part in the same loop as the other solvers and never asks for a
     snapshot.
@@ -23,6 +27,8 @@ class SGD(FullPrecision):
         lr, momentum, weight_decay, nesterov, maximize, foreach: as in :class:`torch.optim.SGD`.
     """
 
+    solver_name = "SGD"
+
 
 class Emulated(LowPrecision):
     """What the lp-* solvers share: plain parameters on the format's grid.
@@ -30,6 +36,8 @@ class Emulated(LowPrecision):
     The closure runs under :func:`halp.emulate`, so that every result of the forward and backward
     pass is rounded. Parameters that are not on the grid are rounded to nearest first.
     """
+
+    solver_options: tuple[str, ...] = ("format", "rounding", "scale", "seed")
 
     def __init__(
         self,
@@ -41,8 +49,6 @@ class Emulated(LowPrecision):
         **options: Any,
     ) -> None:
         self.rounder = Rounder(Precision(format, rounding, scale, seed=seed))  # type: ignore[arg-type]
-        #: Versions of the parameters that are known to lie on the grid.
-        self._on_grid: dict[Tensor, int] = {}
         super().__init__(*args, **options)
 
     def _rounder(self, p: Tensor) -> Rounder:
@@ -57,35 +63,32 @@ class Emulated(LowPrecision):
         self.rounder.new_step()
         loss = super()._evaluate(closure)
         if closure is None:
-            for p in self._parameters():
+            for p in filter(self._trains, self._parameters()):
                 if p.grad is not None:
                     p.grad = self.rounder(p.grad)
         return loss
 
-    def _update(
-        self, group: dict[str, Any], parameters: list[Tensor], gradients: list[Tensor]
-    ) -> None:
-        super()._update(group, parameters, gradients)
-        for p in parameters:
-            self._on_grid[p] = p._version
-
     @torch.no_grad()
     def _put_on_grid(self) -> None:
-        """Round parameters that something else has written to: to nearest, whatever the mode."""
-        precision = self.rounder.precision
-        if precision.rounding == "void":
+        """Round parameters that something else has written to: to nearest, whatever the mode.
+
+        Rounded ones stay as they are. Which have been written to, no version tells for sure: NumPy
+        and writes through ``.data`` leave it alone.
+        """
+        if self.rounder.precision.rounding == "void":
             return
         for p in self._parameters():
-            if self._on_grid.get(p) != p._version:
-                p.copy_(precision.nearest(p))
-                self._on_grid[p] = p._version
+            rounded = self.rounder.precision.nearest(p)
+            if not torch.equal(rounded, p):
+                p.copy_(rounded)
 
     def _solver_state(self) -> dict[str, Any]:
         return {**super()._solver_state(), "stream_position": self.rounder.position}
 
-    def _load_solver_state(self, state: dict[str, Any]) -> None:
-        super()._load_solver_state(state)
-        self.rounder.position = state["stream_position"]
+    def _load(self, saved: Saved) -> None:
+        super()._load(saved)
+        if saved.solver is not None:
+            self.rounder.position = saved.solver["stream_position"]
 
 
 class LPSGD(Emulated):
@@ -102,3 +105,5 @@ class LPSGD(Emulated):
             is the step of the grid: all values then lie within ``±scale·2^(b−1)``.
         seed: names the random bits of ``"stoc"``.
     """
+
+    solver_name = "LPSGD"

@@ -5,10 +5,10 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from halp.bitcenter import value
-from halp.optim.base import Solver
+from halp.optim.base import Solver, check_loss
 from halp.optim.loaders import (
     check_finite,
     check_visits_each_sample_once,
@@ -16,17 +16,35 @@ from halp.optim.loaders import (
     length_of,
     run_on_batch,
 )
-from halp.optim.preserve import generators_of, preserved
+from halp.optim.preserve import Buffers, generators_of, preserved
+from halp.optim.shared import Shared
+from halp.optim.state import Saved
 
 
 class SnapshotSolver(Solver):
     """A solver with an outer step every T inner steps.
 
+    What is remembered of a snapshot is of the parameters that are trained then. One that is frozen
+    later stands still, and moves on when it is unfrozen; one that was frozen then makes a snapshot
+    due when it is unfrozen, and stands still until there is one.
+
     Args:
         T: inner steps between two snapshots, a positive int.
         buffers: the model's buffers (``model.buffers()``): running statistics that move once a
-            step, and never in a snapshot or at w̃.
+            step, and never in a snapshot or at w̃. Or the model itself, which has to be given where
+            a module assigns new tensors to its buffers.
     """
+
+    T: Shared[int] = Shared(1)
+    _buffers: Shared[Buffers] = Shared(Buffers(()))
+    #: Inner steps since the snapshot; None while there is none.
+    _position: Shared[int | None] = Shared(None)
+    #: The parameters that the snapshot was of.
+    _snapshot_of: Shared[list[Tensor]] = Shared([])
+
+    solver_options: tuple[str, ...] = ("T", "buffers")
+    #: What each parameter's state holds while there is a snapshot.
+    kept_from_snapshot: tuple[str, ...] = ()
 
     def __init__(
         self,
@@ -36,16 +54,23 @@ class SnapshotSolver(Solver):
         weight_decay: float = 0.0,
         *,
         T: int,  # noqa: N803
-        buffers: Iterable[Tensor] = (),
+        buffers: nn.Module | Iterable[Tensor] = (),
         **options: Any,
     ) -> None:
         if not isinstance(T, int) or isinstance(T, bool) or T < 1:
             raise ValueError(f"T must be a positive number of steps, not {T!r}")
         self.T = T
-        self.buffers = list(buffers)
-        #: Inner steps since the snapshot; None while there is none.
-        self._position: int | None = None
+        self.buffers = buffers
         super().__init__(params, lr, momentum, weight_decay, **options)
+
+    @property
+    def buffers(self) -> nn.Module | Iterable[Tensor]:
+        """What is kept from moving in snapshots: the model, or its buffers."""
+        return self._buffers.now()
+
+    @buffers.setter
+    def buffers(self, buffers: nn.Module | Iterable[Tensor]) -> None:
+        self._buffers = Buffers(buffers)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters with options of their own. A snapshot becomes due."""
@@ -54,8 +79,26 @@ class SnapshotSolver(Solver):
 
     @property
     def snapshot_due(self) -> bool:
-        """Whether there is no snapshot yet, or T steps have been taken since the last."""
-        return self._position is None or self._position >= self.T
+        """Whether there is no snapshot yet, or T steps have been taken since the last.
+
+        Or a parameter is trained that was frozen then.
+        """
+        position = self._position if self._has_snapshot() else None
+        return position is None or position >= self.T or self._lacks_terms()
+
+    def _has_snapshot(self) -> bool:
+        """Whether there is a snapshot, of the parameters that there are now."""
+        return self._position is not None and set(self._snapshot_of) == set(self._parameters())
+
+    def _lacks_terms(self) -> bool:
+        """Whether a parameter is trained that was frozen at the snapshot."""
+        return any(p.requires_grad and self._was_frozen(p) for p in self._parameters())
+
+    def _was_frozen(self, p: Tensor) -> bool:
+        return self.state.get(p, {}).get("frozen", False)
+
+    def _trains(self, p: Tensor) -> bool:
+        return super()._trains(p) and not self._was_frozen(p)
 
     def snapshot(
         self,
@@ -94,11 +137,8 @@ class SnapshotSolver(Solver):
             self.watch.took_snapshot(loss, zip(self._parameters(), gradients, strict=True))
         with torch.no_grad():
             for p, gradient in zip(self._parameters(), gradients, strict=True):
-                if gradient is None:
-                    self.state[p].pop("full_gradient", None)
-                else:
-                    self.state[p]["full_gradient"] = self._stored(p, gradient)
-        self._position = 0
+                self._remember(p, gradient)
+        self._position, self._snapshot_of = 0, self._parameters()
         return loss
 
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -108,14 +148,25 @@ class SnapshotSolver(Solver):
             RuntimeError: there has been no snapshot yet.
             ValueError: the closure left no gradient.
         """
-        if self._position is None:
+        if not self._has_snapshot():
             raise RuntimeError(
                 f"{type(self).__name__}.step() needs a snapshot first: call optimizer.snapshot("
                 "loader, closure) whenever optimizer.snapshot_due is true"
             )
         loss = super().step(closure)
+        assert self._position is not None
         self._position += 1
         return loss
+
+    def _remember(self, p: Tensor, gradient: Tensor | None) -> None:
+        """Keep a parameter's full gradient, or that it was frozen."""
+        entry = self.state[p]
+        for key in ("full_gradient", "frozen"):
+            entry.pop(key, None)
+        if gradient is not None:
+            entry["full_gradient"] = self._stored(p, gradient)
+        elif not p.requires_grad:
+            entry["frozen"] = True
 
     def _check_loader(self, loader: Iterable[Any]) -> None:
         check_visits_each_sample_once(loader)
@@ -142,6 +193,7 @@ class SnapshotSolver(Solver):
                 with self._at_batch(loader):
                     with torch.enable_grad():
                         loss = run_on_batch(closure, batch)
+                    check_loss(loss, "snapshot")
                     total += units
                     if loss is None:
                         has_loss = False
@@ -168,8 +220,10 @@ class SnapshotSolver(Solver):
         """Raise ValueError, unless every parameter is frozen."""
         if any(p.requires_grad for p in self._parameters()):
             raise ValueError(
-                f"the closure of {caller}() left no gradient in any parameter; it must call "
-                "loss.backward()"
+                f"the closure of {caller}() left no gradient in any parameter of this solver; it "
+                "must call loss.backward(), and on a model that has these parameters: where "
+                "load_state_dict(..., assign=True) or an assignment has replaced them, make a new "
+                "solver of model.parameters()"
             )
 
     @contextmanager
@@ -204,12 +258,26 @@ class SnapshotSolver(Solver):
         """Return the float64 full gradient as the inner steps read it."""
         return gradient.to(p.dtype)
 
-    def _takes_foreign_state(self, state_dict: dict[str, Any]) -> bool:
+    def _takes_foreign_state(self, saved: Saved) -> bool:
         return False  # there would be no snapshot in it
 
     def _solver_state(self) -> dict[str, Any]:
-        return {**super()._solver_state(), "T": self.T, "position": self._position}
+        position = self._position if self._has_snapshot() else None
+        return {**super()._solver_state(), "T": self.T, "position": position}
 
-    def _load_solver_state(self, state: dict[str, Any]) -> None:
-        super()._load_solver_state(state)
-        self._position = state["position"]
+    def _check_state(self, saved: Saved) -> None:
+        super()._check_state(saved)
+        if saved.solver is None or saved.solver["position"] is None:
+            return
+        for index in range(len(self._parameters())):
+            for key in self.kept_from_snapshot:
+                if key not in saved.entries.get(index, {}):
+                    raise ValueError(
+                        f"the state dict is of the middle of a cycle, and lacks the {key!r} of "
+                        f"parameter {index}"
+                    )
+
+    def _load(self, saved: Saved) -> None:
+        super()._load(saved)
+        assert saved.solver is not None
+        self._position, self._snapshot_of = saved.solver["position"], self._parameters()

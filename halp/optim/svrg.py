@@ -4,10 +4,11 @@ from typing import Any
 
 from torch import Tensor
 
-from halp.optim.base import Closure, FullPrecision
+from halp.optim.base import Closure
 from halp.optim.preserve import preserved
 from halp.optim.sgd import Emulated
 from halp.optim.snapshots import SnapshotSolver
+from halp.optim.updates import FullPrecision
 
 
 class VarianceReduced(SnapshotSolver):
@@ -16,6 +17,8 @@ class VarianceReduced(SnapshotSolver):
     A step evaluates its closure at w̃ and then at w, with the same random state (dropout,
     augmentation), so that the closure is required. Afterwards ``p.grad`` is ∇f_b(w).
     """
+
+    kept_from_snapshot = ("snapshot",)
 
     def _recenter(self) -> None:
         for p in self._parameters():
@@ -66,6 +69,8 @@ class SVRG(FullPrecision, VarianceReduced):
         buffers: ``model.buffers()``; they move once a step, at w.
     """
 
+    solver_name = "SVRG"
+
 
 class LPSVRG(Emulated, VarianceReduced):
     """Low-precision SVRG: SVRG's inner step with every result rounded to the format.
@@ -77,6 +82,8 @@ class LPSVRG(Emulated, VarianceReduced):
         params, lr, momentum, weight_decay, nesterov, maximize, T, buffers: see :class:`SVRG`.
         format, rounding, scale, seed: see :class:`LPSGD`.
     """
+
+    solver_name = "LPSVRG"
 
     def _recenter(self) -> None:
         self._put_on_grid()

@@ -133,7 +133,7 @@ def _measured(model: nn.Module, batches: Batches, dtype: torch.dtype | None) -> 
     That is train/eval modes, buffers and random state.
     """
     modes = [(module, module.training) for module in model.modules()]
-    kept = preserved(list(model.buffers()), generators_of(batches))
+    kept = preserved(model, generators_of(batches))
     with kept, materialize(model, dtype=dtype):
         try:
             yield model

@@ -111,8 +111,9 @@ class Watch:
         """
         self.steps += 1
         seen = {"the loss": _number_of(loss)}
-        for p in self._names:
-            seen[f"the gradient of {self._names[p]}"] = _number_of(p.grad)
+        for p, name in self._names.items():
+            if p.requires_grad:  # in a frozen one lies that of another step
+                seen[f"the gradient of {name}"] = _number_of(p.grad)
         for p, gradient in moves:
             seen[f"the step's direction of {self._name(p)}"] = gradient
         where = _first_overflow(seen)
@@ -291,7 +292,7 @@ class Watch:
                 )
         gradients = {p: p.grad for p in self._names}
         try:
-            with preserved(list(self.model.buffers())), self._streams_preserved():
+            with preserved(self.model), self._streams_preserved():
                 loss = self.optimizer._call(closure)
         finally:
             for handle in handles:

@@ -201,6 +201,13 @@ MOVES += [
     ),
     Rule("index_add", lambda x, y: x.index_add(0, _ROWS, y, alpha=2), _index_add, _TWO, False),
     Rule(
+        "index_put",
+        lambda x, y: x.index_put((_ROWS,), 2 * y, accumulate=True),
+        _index_add,
+        _TWO,
+        False,
+    ),
+    Rule(
         "scatter_add",
         lambda x, y: x.scatter_add(1, _PICKS, y),
         _scatter_add,

@@ -1,6 +1,7 @@
 """Cached offsets: what is kept, how much of it, and what is refused."""
 
 import copy
+import itertools
 import logging
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -21,6 +22,7 @@ from halp.bitcenter.cache_files import NoRoomError, in_words
 from halp.data import Batches
 from tests.bitcenter.cached import context_of, record
 from tests.cases import BATCH_NORM_NET, DROPOUT, LENET, RELU, SMOOTH, TAGGER, Case
+from tests.rarely import rarely_but
 
 SOLVERS = [halp.optim.BitCenterSGD, halp.optim.BitCenterSVRG]
 CYCLE = 6
@@ -157,9 +159,14 @@ class Spy(TorchDispatchMode):
 VIEWS = {"aten::t", "aten::transpose", "aten::view", "aten::permute", "aten::detach", "aten::alias"}
 
 
-@pytest.mark.parametrize("rounding", ["near", "stoc"])
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("case", [LENET, BATCH_NORM_NET, TAGGER], ids=str)
+@pytest.mark.parametrize(
+    "case, solver, rounding",
+    rarely_but(
+        [(LENET, SOLVERS[0], "near"), (TAGGER, SOLVERS[1], "stoc")],
+        itertools.product([LENET, BATCH_NORM_NET, TAGGER], SOLVERS, ["near", "stoc"]),
+    ),
+    ids=str,
+)
 def test_no_operation_of_an_inner_step_reads_the_wide_offsets(case, solver, rounding, monkeypatch):
     """Row 9; that the spy sees them when offsets are on site shows that it looks."""
     dispatch = BitCenteredTensor.dispatcher
@@ -455,9 +462,19 @@ def test_compiled_models_are_refused():
 # Copies and state.
 
 
-@pytest.mark.parametrize("rounding", ["near", "stoc"])
-@pytest.mark.parametrize("solver", SOLVERS)
-@pytest.mark.parametrize("case", [LENET, BATCH_NORM_NET, TAGGER, DROPOUT[0]], ids=str)
+@pytest.mark.parametrize(
+    "case, solver, rounding",
+    rarely_but(
+        [
+            (TAGGER, SOLVERS[1], "stoc"),
+            (LENET, SOLVERS[0], "near"),
+            (BATCH_NORM_NET, SOLVERS[1], "near"),
+            (DROPOUT[0], SOLVERS[0], "stoc"),
+        ],
+        itertools.product([LENET, BATCH_NORM_NET, TAGGER, DROPOUT[0]], SOLVERS, ["near", "stoc"]),
+    ),
+    ids=str,
+)
 def test_a_cycle_goes_on_bit_for_bit_after_its_state_is_loaded(case, solver, rounding):
     """The cache is not in the state: the next snapshot only records it again."""
     whole = Training(case, solver, rounding=rounding)

@@ -19,10 +19,11 @@ from tests.bitcenter.number_grids import GRIDS
 SAMPLES, FEATURES, BATCH, T, STEPS = 8, 4, 4, 5, 10
 LR, SEED = 2.0**-3, 7
 
-#: One step of the model: what it rounds, in this order.
-#: 1. the inputs, 2. the outputs' delta, 3. the loss's delta, 4. the offset of the loss's gradient,
-#: 5. the delta of the outputs' gradient, 6. that of the weights' gradient; then the solver rounds
-#: (bc-sgd) the offset of the weights' gradient, the momentum buffer if there is one, and z.
+#: One step takes a position in the stream of random bits for itself, then for what it rounds, in
+#: this order: 1. the outputs' delta, 2. the loss's delta, 3. the delta of the outputs' gradient, 4.
+#: that of the weights' gradient; then the solver rounds (bc-sgd) the offset of the weights'
+#: gradient, the momentum buffer if there is one, and z. Inputs and offsets, whose bits would come
+#: from their values, lie on the grid.
 
 
 def mix(word: int) -> int:
@@ -119,10 +120,10 @@ class Twin:
             self.full_gradient = self.round(gradient + self.weight_decay * self.offset, bits=32)
 
     def step(self, x: np.ndarray, y: np.ndarray) -> None:
-        assert np.array_equal(self.round(x), x)
+        self.position += 1
+        assert np.array_equal(self.grid.round(x, self.scale), x)
         output = self.round(exact_product(x, self.delta.T))
         self.round(np.zeros(1))  # the loss's delta, which nothing depends on
-        self.round(np.ones(1))
         output_gradient = self.round(2 / len(x) * output)
         self.gradient = self.round(exact_product(output_gradient.T, x))
         second = self.full_gradient

@@ -101,12 +101,6 @@ def test_inputs_of_integers_are_accepted():
     assert len(Batches(torch.zeros(3, 2, dtype=torch.int64), torch.zeros(3), batch_size=2)) == 2
 
 
-@pytest.mark.parametrize("batch_size", [0, -1])
-def test_a_batch_size_below_one_is_refused(batch_size):
-    with pytest.raises(DataError, match=f"at least 1, not {batch_size}"):
-        make(batch_size=batch_size)
-
-
 def test_no_data_is_refused():
     with pytest.raises(DataError, match="no samples"):
         Batches(torch.zeros(0, 2), torch.zeros(0), batch_size=4)
@@ -228,3 +222,21 @@ def test_batches_of_sequences_are_cut_to_their_longest():
     labels = torch.tensor([[0, IGNORED, IGNORED], [0, 0, IGNORED], [0, 0, 0]])
     batches = Batches(labels.clamp(min=0), labels, batch_size=2, transform=trim_padding)
     assert [tuple(words.shape) for words, _ in batches] == [(2, 2), (1, 3)]
+
+
+def test_of_one_dimension_the_wrong_number_and_its_row_are_named():
+    with pytest.raises(DataError, match=r"the inputs of batch 0 hold nan in row 1 \(row 1 of"):
+        Batches(torch.tensor([1.0, float("nan"), 2.0]), torch.zeros(3), 2)
+
+
+def test_labels_are_checked_as_inputs_are():
+    labels = torch.tensor([[0.0, 1.0], [1.0, float("inf")], [0.0, 0.0]])
+    with pytest.raises(DataError, match=r"the labels of batch 1 hold inf in row 0 \(row 1 of"):
+        Batches(torch.zeros(3, 2), labels, 1)
+
+
+def test_what_has_no_rows_is_refused_in_short():
+    for inputs in (torch.ones(()), [[0.0] * 1000] * 3):
+        with pytest.raises(DataError, match="the inputs must") as refused:
+            Batches(inputs, torch.zeros(3), 1)
+        assert len(str(refused.value)) < 200

@@ -9,7 +9,7 @@ import pytest
 from halp.data import DataError
 from halp.data.conll2000 import TaggedCorpus, TaggedWords
 from halp.data.conll2000_corpus import TAGS, prepare_conll2000
-from tests.data.corpora import MAP, TRAIN, write_corpus_files, zip_packages
+from tests.data.corpora import MAP, TEST, TRAIN, write_corpus_files, zip_packages
 
 
 @pytest.fixture
@@ -283,3 +283,34 @@ def test_a_download_that_fails_halfway_leaves_nothing(tmp_path, no_network, monk
     with pytest.raises(DataError, match="connection lost"):
         prepare_conll2000([], tmp_path / "downloads")
     assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=repr)
+@pytest.mark.parametrize("mark", [b"", BOM], ids=["plain", "byte-order mark"])
+def test_marks_and_line_ends_of_any_system_change_nothing(prepared, mark, end):
+    def written(text: str) -> bytes:
+        return mark + text.rstrip("\n").replace("\n", end).encode()
+
+    expected = prepared()
+    corpus = prepared(train=written(TRAIN), test=written(TEST), tags=written(MAP))
+    assert corpus.vocabulary.tolist() == expected.vocabulary.tolist()
+    for part, other in ((corpus.train, expected.train), (corpus.test, expected.test)):
+        assert part.words.tolist() == other.words.tolist()
+        assert part.tags.tolist() == other.tags.tolist()
+        assert part.lengths.tolist() == other.lengths.tolist()
+
+
+@pytest.mark.parametrize(
+    "content, reason",
+    [
+        (b"the DT B-NP\n\0\0\n", r"train\.txt, line 2: there is a NUL character"),
+        ("caf\xe9 NN B-NP\n".encode("latin-1"), r"train\.txt, line 1: the byte 0xe9 is not UTF-8"),
+        (b"x" * 300_000, r"train\.txt, line 1: a word, its tag .* \(300000 characters\)"),
+        (b"a " + b"N" * 300_000 + b" B-NP", r"line 1: 'NNN.* is no tag of the Penn Treebank"),
+    ],
+    ids=["zero", "latin-1", "long line", "long tag"],
+)
+def test_what_is_no_such_text_is_refused_in_a_short_sentence(prepared, content, reason):
+    with pytest.raises(DataError, match=reason) as refused:
+        prepared(train=content)
+    assert len(str(refused.value)) < 400

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from torchvision.datasets import MNIST
@@ -63,15 +64,19 @@ def refusal(data_dir: Path) -> str:
     return message
 
 
-def test_packed_files_that_are_not_mnists_are_read_and_stay_as_they_are(tmp_path, raw, downloads):
-    expected = load_mnist(tmp_path)
+@pytest.mark.parametrize("forms", ["unpacked", "packed", "both"])
+def test_files_that_are_not_mnists_are_read_and_stay_as_they_are(tmp_path, forms, downloads):
+    raw = tmp_path / RAW
+    images, labels = write_files(raw)["train"]
     for file in list(raw.iterdir()):
-        pack(file)
-        file.unlink()
+        if forms != "unpacked":
+            pack(file)
+        if forms == "packed":
+            file.unlink()
     before = snapshot(tmp_path)
     data = load_mnist(tmp_path)
-    assert torch.equal(data.train_inputs, expected.train_inputs)
-    assert torch.equal(data.test_labels, expected.test_labels)
+    numpy.testing.assert_array_equal(data.train_inputs[:, 0], images / numpy.float32(255))
+    assert data.train_labels.tolist() == labels.tolist()
     assert snapshot(tmp_path) == before
     assert downloads == []
 
@@ -104,8 +109,13 @@ def test_a_packed_file_beside_another_one_unpacked_is_not_passed_over(tmp_path, 
 
 @pytest.mark.parametrize(
     "damage",
-    [lambda packed: packed[:-20], lambda packed: packed[:30] + b"?" + packed[31:], lambda _: b"no"],
-    ids=["cut short", "a byte changed", "not packed"],
+    [
+        lambda packed: packed[:-20],
+        lambda packed: packed[:30] + b"?" + packed[31:],
+        lambda _: b"no",
+        lambda _: b"",
+    ],
+    ids=["cut short", "a byte changed", "not packed", "empty"],
 )
 def test_a_damaged_packed_file_is_refused_named_and_kept(tmp_path, raw, damage):
     packed = pack(raw / IMAGES)
@@ -152,7 +162,9 @@ def test_a_folder_with_other_files_is_left_as_it_is(tmp_path, downloads):
     assert downloads == []
 
 
-def test_a_download_comes_as_a_whole_and_leaves_nothing_else(tmp_path, downloads):
+@pytest.mark.parametrize("place", [".", "mnist", RAW])
+def test_a_download_comes_as_a_whole_and_leaves_nothing_else(tmp_path, place, downloads):
+    (tmp_path / place).mkdir(parents=True, exist_ok=True)  # empty folders are in nobody's way
     assert len(load_mnist(tmp_path).train_labels) == 6
     assert sorted(snapshot(tmp_path)) == sorted(
         f"{RAW}/{f.name}" for f in (tmp_path / RAW).iterdir()

@@ -97,6 +97,7 @@ def test_lenet_runs(name, halp_data, tmp_path, capsys):
     check_run([*flags_of(name), data], tmp_path / "out", capsys)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["lstm-halp", "lstm-sgd"])
 def test_lstm_runs(name, conll2000, tmp_path, capsys):
     check_run([*flags_of(name), f"--data-dir={conll2000}"], tmp_path / "out", capsys)

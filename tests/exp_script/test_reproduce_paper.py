@@ -37,6 +37,7 @@ def quick(tmp_path_factory) -> tuple[subprocess.CompletedProcess, Path]:
     return completed, folder / "results"
 
 
+@pytest.mark.slow
 def test_every_claim_of_the_quick_run_holds(quick):
     completed, folder = quick
     assert completed.returncode == 0, completed.stdout + completed.stderr
@@ -47,6 +48,7 @@ def test_every_claim_of_the_quick_run_holds(quick):
     assert "MNIST is left out of --quick" in completed.stdout
 
 
+@pytest.mark.slow
 def test_the_quick_run_reports_on_every_experiment_and_draws_it(quick):
     completed, folder = quick
     table = (folder / "table.md").read_text(encoding="utf-8")
@@ -59,6 +61,7 @@ def test_the_quick_run_reports_on_every_experiment_and_draws_it(quick):
     assert len(progress) == total
 
 
+@pytest.mark.slow
 def test_the_numbers_of_the_quick_run_are_those_of_its_runs(quick):
     """In another process, beside other runs: the same bits."""
     _, folder = quick
@@ -76,10 +79,10 @@ def test_the_numbers_of_the_quick_run_are_those_of_its_runs(quick):
     "run",
     [
         Run(LeastSquares(3), "svrg", 1),
-        low_precision(LeastSquares(3), "lp-sgd", 1, 8),
-        low_precision(LeastSquares(3), "lp-svrg", 1, 8),
+        pytest.param(low_precision(LeastSquares(3), "lp-sgd", 1, 8), marks=pytest.mark.slow),
+        pytest.param(low_precision(LeastSquares(3), "lp-svrg", 1, 8), marks=pytest.mark.slow),
         halp_fixed(LeastSquares(3), 1, 8),
-        halp_fixed(digits(3), 1, 16, mu=0.03),
+        pytest.param(halp_fixed(digits(3), 1, 16, mu=0.03), marks=pytest.mark.slow),
     ],
     ids=lambda run: run.description,
 )

@@ -1,5 +1,6 @@
 """Claims about runs that are killed and resumed, on a few digits."""
 
+import itertools
 import json
 import os
 import random
@@ -23,6 +24,7 @@ from halp.training import RunFolder
 from run_models import main
 from tables import REPOSITORY, SOLVERS
 from tests.exp_script.processes import ended, start
+from tests.rarely import rarely_but
 from tests.training.states import assert_same, files, newest
 
 IN_ORDER = (  # six steps an epoch; checkpoints and snapshots fall amid epochs and cycles
@@ -92,9 +94,19 @@ def mistake(capsys, *argv: object) -> str:
     return line.removeprefix("run_models.py: error: ")
 
 
-@pytest.mark.parametrize("offsets", OFFSETS)
-@pytest.mark.parametrize("rounding", ["near", "stoc"])
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "solver, rounding, offsets",
+    rarely_but(
+        [
+            ("sgd", "near", "on-site"),
+            ("lp-svrg", "stoc", "on-site"),
+            ("bc-sgd", "near", "cached"),
+            ("bc-svrg", "stoc", "cached"),
+            ("bc-svrg", "near", "on-site"),
+        ],
+        itertools.product(SOLVERS, ["near", "stoc"], OFFSETS),
+    ),
+)
 def test_a_resumed_run_is_the_undisturbed_one(tmp_path, monkeypatch, solver, rounding, offsets):
     argv = [*IN_ORDER, f"--solver={solver}", f"--rounding={rounding}", *OFFSETS[offsets]]
     whole = run(tmp_path / "whole", *argv)
@@ -127,6 +139,7 @@ def test_whatever_the_run_it_goes_on(tmp_path, monkeypatch, flags, after):
     assert_same_run(killed, whole)
 
 
+@pytest.mark.slow
 def test_fine_tuning_and_saved_resnets_go_on_too(tmp_path, monkeypatch):
     resnet = [*SMALL, *RESNET.split()]
 
@@ -197,6 +210,7 @@ def whole_long(tmp_path_factory):
     return folder / "run"
 
 
+@pytest.mark.slow
 def test_a_run_that_is_killed_at_random_moments_ends_with_the_same_bits(tmp_path, whole_long):
     deaths = killed_at_random(tmp_path / "killed", tmp_path / "log", LONG, kills=12, seed=3)
     assert deaths >= 10, "the run is too short for the claim"

@@ -1,5 +1,6 @@
 """Claims about whole runs, most of them in-process and small."""
 
+import itertools
 import json
 import math
 import os
@@ -17,6 +18,7 @@ import tables
 from halp.data import IGNORED, Dataset
 from run_models import main
 from tables import REPOSITORY, SOLVERS
+from tests.rarely import rarely_but
 
 SCRIPT = REPOSITORY / "exp_script" / "run_models.py"
 SMALL = ["--n-epochs=2", "--limit-train=64", "--batch-size=16"]
@@ -145,8 +147,13 @@ def test_wrong_use_is_a_sentence_and_exit_code_2(capsys):
     assert "--model=mlp is not available" in mistake(capsys, "--model=mlp")
 
 
-@pytest.mark.parametrize("model", ["lenet", "resnet"])
-@pytest.mark.parametrize("solver", SOLVERS)
+@pytest.mark.parametrize(
+    "model, solver",
+    rarely_but(
+        [("lenet", "bc-svrg"), ("lenet", "lp-sgd"), ("resnet", "svrg")],
+        itertools.product(["lenet", "resnet"], SOLVERS),
+    ),
+)
 def test_every_solver_trains_convolutional_nets(tmp_path, model, solver):
     width = ["--resnet-width=4"] if model == "resnet" else []
     rows = run(tmp_path, f"--model={model}", f"--solver={solver}", "--momentum=0.9", *width)

@@ -7,8 +7,13 @@ from paper_problems import LeastSquares, ill_conditioned
 from paper_runs import carry_out, halp_fixed, low_precision
 from tests.optim import convergence_runs
 from tests.optim.convergence_runs import LongRun, gradient_norms
+from tests.rarely import rarely_but
 
-SEEDS = [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(1, 5))]
+SEEDS = [
+    0,
+    pytest.param(1, marks=pytest.mark.slow),
+    *(pytest.param(seed, marks=[pytest.mark.slow, pytest.mark.exhaustive]) for seed in (2, 3, 4)),
+]
 
 #: Bits of fixed-point HALP by 1/μ = κ: diverging, contracting.
 THRESHOLDS = {10: ((4, 5, 6), (8, 9, 10)), 100: ((6, 7, 8), (10, 11, 12))}
@@ -25,7 +30,7 @@ def progress(bits: int, condition: int, seed: int) -> float:
 
 
 @pytest.mark.parametrize("bits", [4, 6, 8])
-@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_to_nearest_halp_makes_exactly_zero_progress(bits, seed):
     """Since a·μ·(2^b − 2)·max|g̃_j| < ‖g̃‖, each update is less than half a step of z's grid."""
     problem = ill_conditioned(seed, 10)
@@ -50,7 +55,7 @@ def test_to_nearest_halp_moves_once_the_largest_update_is_half_a_step(seed):
 # How many bits are needed.
 
 
-@pytest.mark.parametrize("condition", THRESHOLDS)
+@pytest.mark.parametrize("condition", rarely_but([10], THRESHOLDS))
 @pytest.mark.parametrize("seed", SEEDS)
 def test_at_the_thresholds_halp_diverges_or_contracts(condition, seed):
     below, above = THRESHOLDS[condition]

@@ -2,6 +2,7 @@
 
 import copy
 import io
+import itertools
 import pickle
 
 import pytest
@@ -26,6 +27,7 @@ from tests.optim.runs import (
     reference_period,
     regression,
 )
+from tests.rarely import rarely_but
 
 FP16 = {"format": "fp16", "rounding": "near"}
 
@@ -358,14 +360,16 @@ def test_a_short_last_batch_counts_by_its_samples(rounding):
     assert full_gradient(run).norm() > 1e-2, "another weight of the last batch moves the optimum"
 
 
-@pytest.mark.parametrize("T", [1, 7, 50], ids=lambda T: f"T={T}")
+@pytest.mark.parametrize("T", rarely_but([7], [1, 7, 50]), ids=lambda T: f"T={T}")
 def test_halp_in_fp16_converges_for_any_period(T):
     run = halp_run("near", T=T).steps(1000)
     assert full_gradient(run).norm() < 1e-10
 
 
-@pytest.mark.parametrize("momentum", [0.0, 0.5])
-@pytest.mark.parametrize("rounding", ["near", "stoc"])
+@pytest.mark.parametrize(
+    "rounding, momentum",
+    rarely_but([("stoc", 0.5)], itertools.product(["near", "stoc"], [0.0, 0.5])),
+)
 def test_weight_decay_in_fp16_converges_to_the_regularized_optimum(rounding, momentum):
     lr = 0.1 * (1 - momentum)
     run = halp_run(rounding, T=10, weight_decay=0.1, momentum=momentum, lr=lr).steps(500)
@@ -534,7 +538,11 @@ def test_a_state_saved_before_the_first_snapshot_resumes_too(solver):
 @each_solver
 def test_loading_keeps_the_dtype_of_every_tensor(solver):
     """A float32 model has float64 offsets, which PyTorch's own loading would narrow."""
-    original = resumable(solver, "near", seed=1).steps(10)
+    original = resumable(solver, "near", seed=1)
+    if solver in BIT_CENTERED:
+        for p in original.model.parameters():
+            p.offset.add_(2.0**-50)  # a bit that float32 does not hold beside those of a weight
+    original.steps(10)
     saved = saved_and_loaded(original.optimizer.state_dict())[0]
     resumed = resumable(solver, "near", seed=2)
     resumed.optimizer.load_state_dict(saved)

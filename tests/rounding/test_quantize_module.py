@@ -202,6 +202,7 @@ def network() -> nn.Module:
         )
 
 
+@pytest.mark.slow
 def test_a_compiled_module_is_the_eager_one_call_after_call():
     torch._dynamo.reset()
     eager, plain = network(), network()

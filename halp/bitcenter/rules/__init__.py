@@ -11,4 +11,5 @@ from halp.bitcenter.rules import (  # noqa: F401
     pooling,
     recurrent,
     shape,
+    weight_norm,
 )

@@ -25,7 +25,7 @@ def smooth(
     x: Operand,
     radius: Tensor | float = 0.5,
 ) -> Tensor:
-    """Delta of any smooth pointwise function: ``e·Σᵢ wᵢ f′(u + xᵢ·e)`` for ``|e| ≤ radius``.
+    """Delta of any smooth pointwise function: ``e·Σᵢ wᵢ f′(u + xᵢ·e)`` for ``|e| < radius``.
 
     That is ``∫ f′`` from u to u + e (derived: fundamental theorem of calculus, Gauss–Legendre). At
     twice the radius, f must still be smooth. Beyond it little cancels in ``f(u + e) − f(u)``.
@@ -34,7 +34,7 @@ def smooth(
     mean_slope = torch.zeros_like(u)
     for node, weight in zip(_NODES, _WEIGHTS, strict=True):
         mean_slope += weight / 2 * derivative(u + (node + 1) / 2 * e)
-    return torch.where(e.abs() <= radius, e * mean_slope, f(u + e) - f(u))
+    return torch.where(e.abs() < radius, e * mean_slope, f(u + e) - f(u))
 
 
 def times_smooth(

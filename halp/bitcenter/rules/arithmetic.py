@@ -75,8 +75,9 @@ def square(x: Operand) -> Tensor:
 
 @register_rule(aten.sqrt.default)
 def sqrt(x: Operand) -> Tensor:
-    """``δ√x = e / (√(u + e) + √u)``."""
-    return x.delta / (torch.sqrt(x.offset + x.delta) + torch.sqrt(x.offset))
+    """``δ√x = e / (√(u + e) + √u)``; of zero, zero."""
+    roots = torch.sqrt(x.offset + x.delta) + torch.sqrt(x.offset)
+    return x.delta / torch.where(roots == 0, 1, roots)
 
 
 @register_rule(aten.rsqrt.default)

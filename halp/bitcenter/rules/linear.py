@@ -187,6 +187,7 @@ for _op in (
     aten.index_select.default,
     aten.index.Tensor,
     aten.index_add.default,
+    aten.index_put.default,
     aten.scatter.src,
     aten.scatter_add.default,
     aten.select_backward.default,

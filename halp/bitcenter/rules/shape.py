@@ -9,10 +9,11 @@ from torch.utils._mode_utils import no_dispatch
 from torch.utils._python_dispatch import return_and_correct_aliasing
 
 from halp.bitcenter.cache import KeptOffset, Recipe, Source
-from halp.bitcenter.dispatch import assign, register_handler
+from halp.bitcenter.dispatch import register_handler
 from halp.bitcenter.offsets import EXACT, LOW, SIGNED, Offset
 from halp.bitcenter.replay import kept_constant
 from halp.bitcenter.tensor import BitCenteredTensor, writes_counted
+from halp.bitcenter.writes import assign
 from halp.calls import call
 from halp.random_bits import is_traced
 
@@ -45,11 +46,13 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
     def see(part: Tensor) -> Tensor:
         return func(part, *how, **kwargs)
 
+    if func is aten.as_strided.default:
+        see = _strided(x, *how, **kwargs)
     if is_traced(x.delta):
         result = BitCenteredTensor(see(x.offset), see(x.delta), x.context)
         return return_and_correct_aliasing(func, args, kwargs, result)
     base = x._offset
-    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.is_cached else 0
+    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.cache is not None else 0
     with writes_counted():
         if not base.is_computed:
             offset = x.context.defer(lambda: see(base.computed))
@@ -57,6 +60,27 @@ def view(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> A
             offset = base.view(see, name)
         delta = _delta_of_view(x, offset, see)
     return BitCenteredTensor(offset, delta, x.context, x.dtype)
+
+
+def _strided(x: Tensor, size: Any, stride: Any, storage_offset: int | None = None) -> Any:
+    """Return what sees a part as strided, wherever it begins: in a cache it lies among others.
+
+    A rounded copy of what has gaps between its elements has none until it is given them here, full
+    of NaN.
+    """
+    own_stride = x.stride()
+    start: Any = 0
+    if storage_offset is not None:
+        start = storage_offset - x.storage_offset()
+
+    def see(part: Tensor) -> Tensor:
+        if part.stride() != own_stride:
+            length = 1 + sum((n - 1) * k for n, k in zip(part.shape, own_stride, strict=True))
+            memory = part.new_full((max(length, 0),), torch.nan)
+            part = memory.as_strided(part.shape, own_stride).copy_(part)
+        return part.as_strided(size, stride, part.storage_offset() + start)
+
+    return see
 
 
 def _delta_of_view(x: BitCenteredTensor, offset: Offset, see: Any) -> Tensor:
@@ -68,8 +92,10 @@ def _delta_of_view(x: BitCenteredTensor, offset: Offset, see: Any) -> Tensor:
 
 #: In-place views, and the views that they are.
 _IN_PLACE_VIEWS = {
+    aten.as_strided_.default: aten.as_strided.default,
     aten.squeeze_.default: aten.squeeze.default,
     aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
     aten.t_.default: aten.t.default,
     aten.transpose_.default: aten.transpose.int,
     aten.unsqueeze_.default: aten.unsqueeze.default,
@@ -82,10 +108,45 @@ def view_in_place(
 ) -> BitCenteredTensor:
     """Change the shape of both parts, and of the tensor that wraps them."""
     seen = view(_IN_PLACE_VIEWS[func], x, args, kwargs)
-    x._offset, x.delta, x._constant = seen._offset, seen.delta, None
+    x._offset, x.delta, x._constant, x.decision = seen._offset, seen.delta, None, None
     with no_dispatch():
         func(*args, **kwargs)
     return x
+
+
+@register_handler(aten.resize_.default, aten.resize_as_.default)
+def resize(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> BitCenteredTensor:
+    """Leave a tensor of that size as it is.
+
+    Raises:
+        NotImplementedError: it has another size.
+    """
+    size = tuple(args[1].shape if isinstance(args[1], Tensor) else args[1])
+    if type(x) is BitCenteredTensor and x is args[0] and tuple(x.shape) == size:
+        return x
+    raise NotImplementedError(
+        f"{func} of a bit-centered tensor would uncover memory that holds no offset and delta; "
+        f"use x.reshape{size}, a slice, or torch.nn.functional.pad, which make new tensors"
+    )
+
+
+@register_handler(
+    aten.set_.default,
+    aten.set_.source_Storage,
+    aten.set_.source_Storage_storage_offset,
+    aten.set_.source_Tensor,
+    aten.set_.source_Tensor_storage_offset,
+)
+def refuse_set(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
+    """Refuse to put a tensor on other memory.
+
+    Raises:
+        NotImplementedError: always.
+    """
+    raise NotImplementedError(
+        f"{func} would drop one half of a bit-centered tensor; write x.copy_(t), which sets the "
+        "offset to t and the delta to zero"
+    )
 
 
 @register_handler(aten.alias.default, aten.detach.default)
@@ -116,7 +177,7 @@ def views(
     how = args[1:]
     split = _Split(lambda part: func(part, *how, **kwargs))
     independent = "unsafe" in func._schema.name
-    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.is_cached else 0
+    name = hash((func._schema, repr(how), repr(kwargs))) if x.context.cache is not None else 0
     base = x._offset
     with writes_counted():
         deltas = split(x.delta)
@@ -200,7 +261,10 @@ def convert(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -
     if not x.dtype.is_floating_point:
         offset = func(x.offset, **kwargs)
         return BitCenteredTensor(offset, func(x.delta, **kwargs) - offset, x.context)
-    return BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    result = BitCenteredTensor(func(x.offset, **kwargs), func(x.delta, **kwargs), x.context)
+    if x.decision is not None:
+        result.decision = x.decision.to(result.device)
+    return result
 
 
 @register_handler(
@@ -314,7 +378,12 @@ def equal(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> 
     return call(func, args, kwargs, lambda x: x.value if type(x) is BitCenteredTensor else x)
 
 
-@register_handler(aten.linalg_vector_norm.default, aten._foreach_norm.Scalar)
+@register_handler(
+    aten.linalg_vector_norm.default,
+    aten.norm.Scalar,
+    aten.norm.ScalarOpt_dim,
+    aten._foreach_norm.Scalar,
+)
 def refuse_norm(func: OpOverload, x: BitCenteredTensor, args: tuple, kwargs: dict) -> Any:
     """Refuse what ``clip_grad_norm_`` would measure.
 
