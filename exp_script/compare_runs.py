@@ -12,7 +12,8 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from flags import HelpFormatter, Parser, UsageError
+from flags import HelpFormatter, Parser, UsageError, refuse_existing
+from halp.messages import WHOLE, shortened
 from halp.training import Diverged, EpochRecord, plot_convergence
 from interrupts import Interrupted
 from run_models import MISTAKES, run
@@ -36,10 +37,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         args, flags = _parser().parse_known_args(argv)
         figure = Path(args.figure or Path(args.output) / "convergence.png")
+        refuse_existing(figure, "name another one with --figure")
         runs = compare(_settings(args.solvers, args.output, flags))
         plot_convergence(_labelled(runs), figure, title=_title(next(iter(runs))))
     except MISTAKES as mistake:
-        print(f"compare_runs.py: error: {mistake}", file=sys.stderr)
+        print(f"compare_runs.py: error: {shortened(mistake, WHOLE)}", file=sys.stderr)
         return 2
     except Diverged as end:
         print(f"compare_runs.py: a run has diverged: {end}", file=sys.stderr)
@@ -80,7 +82,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--output",
         metavar="DIR",
-        default=str(REPOSITORY / "outputs" / "demo"),
+        default=str(REPOSITORY / "outputs" / "comparison"),
         help="a folder for each solver's metrics is made there",
     )
     parser.add_argument(

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import math
+import os
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import NoReturn, TypeVar
 
 from halp import formats
-from halp.data.messages import quoted
 from halp.grid import ROUNDINGS
+from halp.messages import SAID, quoted, shortened
 
 N = TypeVar("N", int, float)
 
@@ -23,7 +25,7 @@ class Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         """Raise the message."""
-        raise UsageError(message)
+        raise UsageError(shortened(message, SAID))
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -33,6 +35,12 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False:
             return action.help
         return super()._get_help_string(action)
+
+
+def refuse_existing(file: Path, advice: str) -> None:
+    """Raise UsageError if there is something where a result is to be written."""
+    if os.path.lexists(file):
+        raise UsageError(f"{file} exists already and is not overwritten: {advice}")
 
 
 def any_of(names: Mapping[str, object] | Sequence[str]) -> str:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import lru_cache
-from pathlib import Path
 
 import numpy
 import torch
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
 
 from halp.data import load_digits, load_mnist
-from halp.data.mnist import FILES
+from halp.data.mnist import find_mnist
 
 SAMPLES = 500
 """Rows of every least-squares problem."""
@@ -155,12 +154,12 @@ def mnist(seed: int, data_dir: str) -> Softmax:
 
 
 def has_mnist(data_dir: str) -> bool:
-    """Whether the training and test files of MNIST lie where `load_mnist` looks for them."""
-    folders = (Path(data_dir) / "mnist" / "MNIST" / "raw", Path(data_dir) / "MNIST" / "raw")
-    return any(
-        all((folder / name).is_file() or (folder / f"{name}.gz").is_file() for name in FILES)
-        for folder in folders
-    )
+    """Whether the files of MNIST lie where `load_mnist` looks for them.
+
+    Raises:
+        DataError: some of them do.
+    """
+    return find_mnist(data_dir) is not None
 
 
 @lru_cache(maxsize=4)

@@ -18,9 +18,9 @@ from concurrent.futures.process import BrokenProcessPool
 from functools import partial
 from pathlib import Path
 
-from flags import Parser, UsageError
+from flags import Parser, UsageError, refuse_existing
 from halp.data import DataError
-from halp.data.messages import quoted
+from halp.messages import WHOLE, quoted, shortened
 from paper_claims import Claim
 from paper_experiments import EXPERIMENTS, Experiment
 from paper_figures import write_figure
@@ -29,6 +29,9 @@ from paper_runs import Outcome, Run, carry_out_all
 from tables import REPOSITORY
 
 PROCESSES = 2
+
+TABLE, NUMBERS = "table.md", "results.json"
+TITLE = "# Claims of arXiv 1803.03383, measured"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -55,10 +58,13 @@ def reproduce(experiments: Mapping[str, Experiment], output: Path) -> dict[str, 
     """Carry out experiments, report on them, and write table.md, results.json and figures.
 
     Raises:
+        UsageError: one of these files is there, and not from an earlier time.
         DataError: MNIST cannot be read.
         OSError: ``output`` cannot be written to.
     """
     output.mkdir(parents=True, exist_ok=True)
+    figures = {letter: output / f"{letter}_{e.file_name}.png" for letter, e in experiments.items()}
+    _refuse_others(output / TABLE, output / NUMBERS, *figures.values())
     runs = {letter: experiment.runs() for letter, experiment in experiments.items()}
     done = _carry_out([run for each in runs.values() for run in each.values()])
     outcomes = {
@@ -67,12 +73,20 @@ def reproduce(experiments: Mapping[str, Experiment], output: Path) -> dict[str, 
     claims = {letter: experiments[letter].claims(each) for letter, each in outcomes.items()}
     table = _table(experiments, claims)
     print(f"\n{table}")
-    (output / "table.md").write_text(table, encoding="utf-8")
-    _write_numbers(output / "results.json", outcomes)
+    (output / TABLE).write_text(table, encoding="utf-8")
+    _write_numbers(output / NUMBERS, outcomes)
     for letter, experiment in experiments.items():
-        path = output / f"{letter}_{experiment.file_name}.png"
-        write_figure(path, partial(experiment.draw, outcomes=outcomes[letter]), experiment.panels)
+        draw = partial(experiment.draw, outcomes=outcomes[letter])
+        write_figure(figures[letter], draw, experiment.panels)
     return claims
+
+
+def _refuse_others(table: Path, *files: Path) -> None:
+    """Raise UsageError unless what would be overwritten is this script's own, by its table."""
+    begins = f"{TITLE}\n".encode()
+    if not (table.is_file() and table.read_bytes().startswith(begins)):
+        for file in (table, *files):
+            refuse_existing(file, "name another folder with --output")
 
 
 def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -91,7 +105,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--output",
         metavar="DIR",
         default=str(REPOSITORY / "outputs" / "paper"),
-        help="where table and figures go, over earlier ones (default: outputs/paper)",
+        help="where table and figures go, over those of an earlier time (default: outputs/paper)",
     )
     parser.add_argument(
         "--data-dir",
@@ -150,7 +164,7 @@ def _carry_out(runs: Sequence[Run]) -> dict[Run, Outcome]:
 
 def _table(experiments: Mapping[str, Experiment], claims: Mapping[str, Sequence[Claim]]) -> str:
     """The claims as Markdown that is also legible as it stands."""
-    lines = ["# Claims of arXiv 1803.03383, measured", ""]
+    lines = [TITLE, ""]
     for letter, each in claims.items():
         lines += [f"## ({letter}) {experiments[letter].title}", ""]
         for claim in each:
@@ -183,7 +197,7 @@ def _finite(values: Sequence[float]) -> list[float | None]:
 
 
 def _fail(sentence: str) -> int:
-    print(f"reproduce_paper.py: error: {sentence}", file=sys.stderr)
+    print(f"reproduce_paper.py: error: {shortened(sentence, WHOLE)}", file=sys.stderr)
     return 2
 
 

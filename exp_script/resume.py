@@ -15,6 +15,7 @@ from torch import nn
 
 from flags import Parser, UsageError
 from halp.data import Batches, DataError, Dataset
+from halp.messages import shortened
 from halp.optim.base import Solver
 from halp.training import Checkpointer, RecordError, RunFolder, read_config
 from settings import Settings, parse
@@ -54,6 +55,16 @@ def command(settings: Settings) -> str | None:
         return None
     script = os.path.relpath(Path(__file__).with_name("run_models.py"))
     return shlex.join(["python", script, "--resume", settings.output])
+
+
+def own_save_epochs(settings: Settings) -> tuple[int, ...]:
+    """Return after which epochs the run may have saved a checkpoint before it was resumed.
+
+    Not those that ``settings`` has in addition: another run may have saved there since.
+    """
+    if not settings.resume or settings.output is None:
+        return ()
+    return _stored(Path(settings.output)).resnet_save_epochs
 
 
 def configuration(settings: Settings, data: Dataset, versions: Mapping[str, str]) -> dict[str, Any]:
@@ -148,7 +159,8 @@ def _changed_versions(config: Mapping[str, Any], versions: Mapping[str, str]) ->
     """Say which versions are others than those that the run began with."""
     before = config.get("versions", {})
     return [
-        f"{name} is {now}, but the run began with {before.get(name)}: the last bits may differ"
+        f"{name} is {now}, but the run began with {shortened(before.get(name))}: the last "
+        "bits may differ"
         for name, now in versions.items()
         if before.get(name) != now
     ]
@@ -164,8 +176,9 @@ def _resumed(folder: Path, others: Sequence[str]) -> Settings:
             continue
         if name not in CHANGEABLE:
             raise UsageError(
-                f"{_flag(name)}={value} would change the run in {folder}, which has "
-                f"{_flag(name)}={getattr(stored, name)}: leave it out, or start a new run"
+                f"{_flag(name)}={shortened(value)} would change the run in {folder}, which has "
+                f"{_flag(name)}={shortened(getattr(stored, name))}: leave it out, or start a "
+                "new run"
             )
         changes[name] = value
     if changes.get("n_epochs", stored.n_epochs) < stored.n_epochs:

@@ -27,6 +27,7 @@ from flags import UsageError
 from halp import formats
 from halp.bitcenter import NoRoomError
 from halp.data import Batches, DataError, Dataset, crop_and_flip, trim_padding
+from halp.messages import WHOLE, reason_of, shortened
 from halp.models import ResNet18
 from halp.optim.base import Solver
 from halp.training import (
@@ -55,7 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         settings = resume.settings_of(argv)
         run(settings, announce=_say, report=lambda record: _say(_line(record, settings.n_epochs)))
     except MISTAKES as mistake:
-        print(f"run_models.py: error: {mistake}", file=sys.stderr)
+        print(f"run_models.py: error: {shortened(mistake, WHOLE)}", file=sys.stderr)
         return 2
     except Interrupted as stop:
         print(f"run_models.py: {stop}", file=sys.stderr)
@@ -180,7 +181,10 @@ def _seed(seed: int) -> None:
 
 
 def _load(settings: Settings) -> Dataset:
-    data = DATASETS[settings.dataset](Path(settings.data_dir))
+    try:
+        data = DATASETS[settings.dataset](Path(settings.data_dir))
+    except OSError as error:
+        raise DataError(f"{settings.data_dir} cannot be read: {reason_of(error)}") from error
     if settings.limit_train is not None:
         data = data.first(settings.limit_train)
     if settings.n_classes is not None:
@@ -297,7 +301,7 @@ def _after_epoch(
     """
     checkpoints = CheckpointFolder(Path(settings.resnet_save_folder or ""), settings.model)
     if settings.resnet_save_epochs:
-        own = settings.resnet_save_epochs if settings.resume else ()
+        own = resume.own_save_epochs(settings)
         checkpoints.prepare(settings.resnet_save_epochs, own=own)
 
     def after_epoch(epoch: int) -> None:

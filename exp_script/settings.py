@@ -26,6 +26,7 @@ from flags import (
 )
 from halp import formats
 from halp.grid import ROUNDINGS
+from halp.messages import shortened
 from tables import DATASETS, DATASETS_OF_WORDS, MODELS, REPOSITORY, SOLVERS
 
 RESNET_WIDTH = 64
@@ -402,4 +403,4 @@ def _check_mu(args: argparse.Namespace) -> None:
 
 def _known(flag: str, value: str, table: Mapping[str, object]) -> None:
     if value not in table:
-        raise UsageError(f"--{flag}={value} is not available: choose {any_of(table)}")
+        raise UsageError(f"--{flag}={shortened(value)} is not available: choose {any_of(table)}")

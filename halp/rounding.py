@@ -24,6 +24,7 @@ from halp.grid import (
     make_grid,
     round_on_grid,
 )
+from halp.messages import quoted
 from halp.random_bits import Key, is_traced, random_bits, stream_key
 
 Scale: TypeAlias = float | Tensor | str | None
@@ -90,9 +91,9 @@ def quantize(
         kind = x.dtype if isinstance(x, Tensor) else type(x).__name__
         raise TypeError(f"quantize takes a floating-point tensor, not {kind}; convert it first")
     if not isinstance(axis, int) or isinstance(axis, bool):
-        raise TypeError(f"axis is an int, not {axis!r}")
+        raise TypeError(f"axis is an int, not {quoted(axis)}")
     if not -max(x.dim(), 1) <= axis < max(x.dim(), 1):
-        raise ValueError(f"axis {axis} is none of a tensor with {x.dim()} dimensions")
+        raise ValueError(f"axis {quoted(axis)} is none of a tensor with {x.dim()} dimensions")
     _check_randomness(random_bits, seed)
     x = x.detach()
     if rounding == "void":
@@ -113,9 +114,9 @@ def quantize(
 def check_rounding(rounding: str, overflow: str = "saturate") -> None:
     """Raise ValueError unless both are known."""
     if rounding not in ROUNDINGS:
-        raise ValueError(f"unknown rounding {rounding!r}; known: {', '.join(ROUNDINGS)}")
+        raise ValueError(f"unknown rounding {quoted(rounding)}; known: {', '.join(ROUNDINGS)}")
     if overflow not in OVERFLOWS:
-        raise ValueError(f"unknown overflow {overflow!r}; known: {', '.join(OVERFLOWS)}")
+        raise ValueError(f"unknown overflow {quoted(overflow)}; known: {', '.join(OVERFLOWS)}")
 
 
 def check_scale(scale: Scale) -> None:
@@ -124,19 +125,21 @@ def check_scale(scale: Scale) -> None:
         return
     wanted = 'scale must be None, "auto", a positive number or a tensor'
     if not isinstance(scale, int | float | str) or isinstance(scale, bool):
-        raise TypeError(f"{wanted}, not {scale!r}")
+        raise TypeError(f"{wanted}, not {quoted(scale)}")
     if isinstance(scale, str) or not 0 < scale < float("inf"):
-        raise ValueError(f"{wanted}, not {scale!r}")
+        raise ValueError(f"{wanted}, not {quoted(scale)}")
 
 
 def _check_randomness(given: int | Tensor | None, seed: int | Tensor | None) -> None:
     if given is not None and (not isinstance(given, int | Tensor) or isinstance(given, bool)):
-        raise TypeError(f"random_bits is a number of bits or an integer tensor, not {given!r}")
+        raise TypeError(
+            f"random_bits is a number of bits or an integer tensor, not {quoted(given)}"
+        )
     if isinstance(seed, Tensor):
         if seed.dtype != torch.int64 or seed.dim() != 0:
             raise TypeError(f"seed as a tensor is 0-dim int64, not {seed.dim()}-dim {seed.dtype}")
     elif seed is not None and (not isinstance(seed, int) or isinstance(seed, bool)):
-        raise TypeError(f"seed is an int or a 0-dim int64 tensor, not {seed!r}")
+        raise TypeError(f"seed is an int or a 0-dim int64 tensor, not {quoted(seed)}")
 
 
 def _check_values(x: Tensor, format: Format, scale: Scale) -> None:
@@ -162,7 +165,7 @@ def _bits_for(x: Tensor, given: int | Tensor | None, key: Key | None) -> RandomB
     if given is None:
         given = most
     if not 1 <= given <= most:
-        raise ValueError(f"random_bits must lie in 1 ... {most} for {x.dtype}, not {given}")
+        raise ValueError(f"random_bits must lie in 1 ... {most} for {x.dtype}, not {quoted(given)}")
     assert key is not None
     return RandomBits(random_bits(x, key), given)
 

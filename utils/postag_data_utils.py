@@ -12,6 +12,7 @@ from pathlib import Path
 from halp.data import DataError
 from halp.data.conll2000 import FOLDER, UNKNOWN, TaggedCorpus, write_corpus
 from halp.data.conll2000_corpus import prepare_conll2000
+from halp.messages import WHOLE, shortened
 
 DATASETS = Path(__file__).resolve().parent.parent / "datasets"
 
@@ -25,10 +26,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         corpus = prepare_conll2000(_folders(args.data_dir), download_to=data_dir / "nltk")
         file = write_corpus(corpus, output)
     except DataError as mistake:
-        print(f"postag_data_utils.py: error: {mistake}", file=sys.stderr)
+        print(f"postag_data_utils.py: error: {shortened(mistake, WHOLE)}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
-        print("postag_data_utils.py: interrupted; nothing was written", file=sys.stderr)
+        print("postag_data_utils.py: interrupted; no corpus was written", file=sys.stderr)
         return 130
     print(_summary(corpus))
     print(f"written to {file}")

@@ -5,11 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import TypeAlias
 
+import numpy
 import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError
-from halp.data.messages import quoted
+from halp.messages import quoted
 
 Transform: TypeAlias = Callable[[Tensor, Tensor, torch.Generator], tuple[Tensor, Tensor]]
 """Maps inputs and labels of a batch to those that are yielded; draws only from the generator."""
@@ -40,8 +41,9 @@ class Batches:
             extra iteration (``optimizer.snapshot`` does) leaves later batches unchanged.
 
     Raises:
-        DataError: no rows, differing numbers of rows, a batch size below 1, or an input or a
-            label that is NaN or infinite (the batch, in file order, and the row are named).
+        DataError: something else than tensors of rows, no rows, differing numbers of rows or
+            devices, a batch size that is no whole number from 1, or an input or a label that is
+            NaN or infinite (the batch, in file order, and the row are named).
     """
 
     def __init__(
@@ -53,20 +55,16 @@ class Batches:
         seed: int = 0,
         transform: Transform | None = None,
     ) -> None:
-        if not isinstance(batch_size, int) or isinstance(batch_size, bool) or batch_size < 1:
-            raise DataError(f"the batch size must be a whole number from 1, not {batch_size!r}")
-        for what, tensor in (("inputs", inputs), ("labels", labels)):
-            if not isinstance(tensor, Tensor) or tensor.dim() == 0:
-                raise DataError(f"the {what} must be a tensor of rows, not {quoted(tensor)}")
-        if len(inputs) != len(labels):
-            raise DataError(f"there are {len(inputs)} inputs but {len(labels)} labels")
-        if len(labels) == 0:
-            raise DataError("there are no samples to cut into batches")
-        _check_finite("inputs", inputs, batch_size)
-        _check_finite("labels", labels, batch_size)
+        if not _is_count(batch_size):
+            raise DataError(
+                f"the batch size must be a whole number of at least 1, not {quoted(batch_size)}"
+            )
+        _check_rows(inputs, labels)
+        _check_finite(inputs, batch_size, "input")
+        _check_finite(labels, batch_size, "label")
         self.inputs = inputs
         self.labels = labels
-        self.batch_size = batch_size
+        self.batch_size = int(batch_size)
         self.shuffle = shuffle
         self.transform = transform
         drawing = shuffle or transform is not None
@@ -94,16 +92,50 @@ class Batches:
         return ((self.inputs[chosen], self.labels[chosen]) for chosen in rows)
 
 
-def _check_finite(what: str, rows: Tensor, batch_size: int) -> None:
-    if not rows.is_floating_point():
+def _is_count(value: object) -> bool:
+    """Whether a value is a whole number of at least 1, Python's or NumPy's."""
+    return (
+        isinstance(value, int | numpy.integer) and not isinstance(value, bool) and bool(value >= 1)
+    )
+
+
+def _check_rows(inputs: Tensor, labels: Tensor) -> None:
+    """Raise DataError unless both are tensors of the same rows, and there are some."""
+    for rows, what in ((inputs, "inputs"), (labels, "labels")):
+        if not isinstance(rows, Tensor):
+            raise DataError(
+                f"the {what} must be a tensor, not a {type(rows).__name__}: torch.as_tensor makes "
+                "one of an array or a list"
+            )
+        if rows.dim() == 0:
+            raise DataError(
+                f"the {what} must have a row for each sample, but are the single number "
+                f"{quoted(rows.item())}"
+            )
+    if len(inputs) != len(labels):
+        raise DataError(f"there are {len(inputs)} inputs but {len(labels)} labels")
+    if len(labels) == 0:
+        raise DataError("there are no samples to cut into batches")
+    if inputs.device != labels.device:
+        raise DataError(
+            f"the inputs are on {inputs.device} but the labels on {labels.device}: move both to "
+            "one device"
+        )
+
+
+def _check_finite(rows: Tensor, batch_size: int, what: str) -> None:
+    """Raise DataError at the first number that is NaN or infinite."""
+    if not (rows.is_floating_point() or rows.is_complex()):
         return
-    finite = rows.isfinite()
-    if finite.all():
+    numbers = rows.float() if rows.itemsize == 1 else rows  # few float8 dtypes know isfinite
+    infinite = numbers.isfinite().logical_not_()
+    if not infinite.any():
         return
-    row = int(finite.reshape(len(rows), -1).all(1).logical_not().nonzero()[0])
-    values = rows[row][~finite[row]]
-    batch, within = divmod(row, batch_size)
+    row, *within = infinite.nonzero()[0].tolist()
+    batch, of_batch = divmod(row, batch_size)
+    position = within[0] if len(within) == 1 else tuple(within)
+    place = f" at position {position}" if within else ""
     raise DataError(
-        f"the {what} of batch {batch} hold {values[0].item()} in row {within} "
-        f"(row {row} of the data): all of them must be finite numbers"
+        f"the {what}s of batch {batch} hold {rows[(row, *within)].item()} in row {of_batch} "
+        f"(row {row} of the data){place}: every {what} must be a finite number"
     )

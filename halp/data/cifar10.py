@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-import tempfile
-from pathlib import Path
+import os
+import shutil
+import tarfile
+import zlib
+from pathlib import Path, PurePosixPath
 from typing import Any
 
 import numpy
@@ -11,13 +14,20 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError, Dataset
-from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
+from halp.data.fetching import (
+    FETCHING_ERRORS,
+    fresh_folder,
+    move_where_nothing_is,
+    stdout_to_stderr,
+)
 from halp.data.pickles import StoredArray, StoredNumber, load_pickle
+from halp.messages import reason_of
 
 FOLDER = "cifar-10-batches-py"
-ARCHIVE = "cifar-10-python.tar.gz"
 TRAINING_FILES = tuple(f"data_batch_{number}" for number in range(1, 6))
 TEST_FILE = "test_batch"
+FILES = (*TRAINING_FILES, TEST_FILE)
+ARCHIVE = "cifar-10-python.tar.gz"
 N_CLASSES = 10
 SHAPE = (3, 32, 32)
 N_PIXELS = 3 * 32 * 32
@@ -31,11 +41,13 @@ def load_cifar10(data_dir: Path | str) -> Dataset:
     """Load CIFAR-10, downloading it into ``data_dir/cifar10`` if it is not there.
 
     The files need not be the published ones: a part of them, or images that were encoded again,
-    will do. They are read without executing anything that a pickle may ask for.
+    will do. They are read without executing anything that a pickle may ask for, never written to,
+    and nothing is downloaded where there are some of them.
 
     Args:
         data_dir: folder in which ``cifar10/cifar-10-batches-py`` or ``cifar-10-batches-py``
-            holds ``test_batch`` and at least one of ``data_batch_1`` ... ``data_batch_5``.
+            holds ``test_batch`` and at least one of ``data_batch_1`` ... ``data_batch_5``; or
+            where, with neither folder, ``cifar-10-python.tar.gz`` is, to be unpacked beside it.
 
     Returns:
         Inputs float32 of shape (N, 3, 32, 32): pixels divided by 255, minus the training set's
@@ -65,42 +77,81 @@ def load_cifar10(data_dir: Path | str) -> Dataset:
 
 
 def _folder(data_dir: Path) -> Path:
-    """Return the folder of the files, after downloading them if there is none."""
-    candidates = [place / FOLDER for place in (data_dir / "cifar10", data_dir)]
-    there = [folder for folder in candidates if folder.is_dir()]
-    if not there:
-        _download(data_dir)
-        return candidates[0]
-    complete = [folder for folder in there if (folder / TEST_FILE).is_file()]
-    return (complete or there)[0]
+    """Return the folder of the files, after unpacking or downloading them if there is none."""
+    places = (data_dir / "cifar10", data_dir)
+    folders = [place / FOLDER for place in places if os.path.lexists(place / FOLDER)]
+    for folder in folders:
+        if any((folder / name).exists() for name in FILES):
+            return folder
+    if folders:
+        return folders[0]  # lacks everything, which is said where it is read
+    for place in places:
+        if os.path.lexists(place / ARCHIVE):
+            return _unpacked(place / ARCHIVE)
+    for stray in (place / name for place in places for name in FILES):
+        if stray.exists():
+            raise DataError(
+                f"{stray} is not where the files of CIFAR-10 are looked for, and nothing is "
+                f"downloaded beside it: put it into {places[0] / FOLDER}, or move it away"
+            )
+    return _download(data_dir)
 
 
-def _download(data_dir: Path) -> None:
-    """Download into a folder of its own, and move what came to where nothing is yet."""
+def _unpacked(archive: Path) -> Path:
+    """Unpack the files of an archive beside it, all of them or none; return their folder."""
+    folder = archive.with_name(FOLDER)
+    try:
+        with fresh_folder(folder) as fresh:
+            _unpack(archive, fresh / FOLDER)
+            move_where_nothing_is(fresh / FOLDER, folder)
+    except (OSError, EOFError, ValueError, tarfile.TarError, zlib.error) as error:
+        if (folder / TEST_FILE).is_file():  # another process was faster
+            return folder
+        raise DataError(
+            f"{archive} cannot be unpacked: delete or replace it, or put the folder {FOLDER} "
+            f"beside it ({reason_of(error)})"
+        ) from error
+    return folder
+
+
+def _unpack(archive: Path, folder: Path) -> None:
+    """Copy the files out of an archive into a new folder, and nothing else."""
+    folder.mkdir()
+    with tarfile.open(archive) as packed:
+        for member in packed:
+            path = PurePosixPath(member.name)
+            content = packed.extractfile(member)  # None of what is no file
+            if path.parent.name == FOLDER and path.name in FILES and content is not None:
+                with content, (folder / path.name).open("xb") as file:
+                    shutil.copyfileobj(content, file)
+    if not any(folder.iterdir()):
+        raise ValueError(f"it has no file of {FOLDER}")
+
+
+def _download(data_dir: Path) -> Path:
+    """Download CIFAR-10 whole or not at all; return its folder."""
     from torchvision.datasets import CIFAR10
 
-    root = data_dir / "cifar10"
-    packed = [folder / ARCHIVE for folder in (root, data_dir) if (folder / ARCHIVE).exists()]
-    if packed:
-        raise DataError(f"{packed[0]} is packed: unpack it there (tar -xzf), or move it away")
+    folder = data_dir / "cifar10" / FOLDER
     try:
-        root.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=root) as folder:
-            with stdout_to_stderr():
-                CIFAR10(folder, download=True)
-            if not (root / FOLDER).exists():  # somebody else may just have downloaded it
-                (Path(folder) / FOLDER).rename(root / FOLDER)
+        with fresh_folder(folder) as fresh, stdout_to_stderr():
+            CIFAR10(str(fresh), download=True)
+            move_where_nothing_is(fresh / FOLDER, folder)
     except FETCHING_ERRORS as error:
+        if (folder / TEST_FILE).is_file():  # another process was faster
+            return folder
         raise DataError(
             f"CIFAR-10 is not in {data_dir} and could not be downloaded: put the folder {FOLDER} "
-            f"into {root}, or name the folder that has it with --data-dir or $HALP_DATA "
+            f"into {folder.parent}, or name the folder that has it with --data-dir or $HALP_DATA "
             f"(torchvision: {reason_of(error)})"
         ) from error
+    return folder
 
 
 def _missing(folder: Path, what: str) -> str:
     return (
-        f"{folder} lacks {what}: put it there, or delete the folder so that CIFAR-10 is downloaded"
+        f"{folder} lacks {what}: put it there, or move the folder away so that CIFAR-10 is "
+        "downloaded"
     )
 
 

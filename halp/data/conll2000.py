@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import IGNORED, DataError, Dataset
-from halp.data.fetching import reason_of
+from halp.data.fetching import fresh_folder, move_where_nothing_is
 from halp.data.sequences import pad_sequences
+from halp.messages import reason_of
 
 FOLDER = "conll2000"
 FILE = "conll2000.npz"
@@ -90,32 +91,43 @@ def load_conll2000(data_dir: Path | str, *fallbacks: Path | str) -> Dataset:
 def write_corpus(corpus: TaggedCorpus, folder: Path) -> Path:
     """Write a corpus into ``folder``, which is made if need be; the same corpus as the same bytes.
 
-    The file appears whole or not at all.
+    The file appears whole or not at all. One that is there stays, whatever it holds.
 
     Returns:
-        The file that was written.
+        The file that holds the corpus.
 
     Raises:
-        DataError: it cannot be written.
+        DataError: it cannot be written, or something else is there.
     """
     arrays = {"version": numpy.array(VERSION, dtype=numpy.int32)}
     for name, part in (("train", corpus.train), ("test", corpus.test)):
         arrays |= {f"{name}_{field}": values for field, values in vars(part).items()}
     arrays |= {"vocabulary": corpus.vocabulary, "tag_names": corpus.tag_names}
-    file, unfinished = folder / FILE, folder / f".{FILE}.{os.getpid()}"
+    file = folder / FILE
     try:
-        folder.mkdir(parents=True, exist_ok=True)
-        try:
-            with unfinished.open("wb") as stream:
+        with fresh_folder(file) as fresh:
+            with (fresh / FILE).open("wb") as stream:
                 numpy.savez_compressed(stream, allow_pickle=False, **arrays)
-            unfinished.replace(file)
-        finally:
-            unfinished.unlink(missing_ok=True)
+            move_where_nothing_is(fresh / FILE, file)
     except OSError as error:
-        raise DataError(
-            f"{file} cannot be written, name another folder with --output ({reason_of(error)})"
-        ) from error
+        if not isinstance(error, FileExistsError) or not os.path.lexists(file):
+            raise DataError(
+                f"{file} cannot be written, name another folder with --output ({reason_of(error)})"
+            ) from error
+        if not _same(read_corpus(file), corpus):
+            raise DataError(
+                f"{file} is there already, holds another corpus and is not overwritten: move it "
+                "away, or name another folder with --output"
+            ) from error
     return file
+
+
+def _same(one: TaggedCorpus, other: TaggedCorpus) -> bool:
+    pairs = [(one.vocabulary, other.vocabulary), (one.tag_names, other.tag_names)]
+    for part in ("train", "test"):
+        ours, theirs = vars(getattr(one, part)), vars(getattr(other, part))
+        pairs += [(ours[field], theirs[field]) for field in ours]
+    return all(map(numpy.array_equal, *zip(*pairs, strict=True)))
 
 
 def read_corpus(file: Path) -> TaggedCorpus:
@@ -124,7 +136,7 @@ def read_corpus(file: Path) -> TaggedCorpus:
     Raises:
         DataError: the file is damaged, of another version or something else.
     """
-    advice = f"write it anew with `{COMMAND}`"
+    advice = f"move it away and write it anew with `{COMMAND}`"
     try:
         with _opened(file) as arrays:
             version = arrays["version"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import codecs
 import functools
 import io
 import warnings
@@ -16,8 +15,9 @@ import numpy
 
 from halp.data.conll2000 import RESERVED, UNKNOWN, TaggedCorpus, TaggedWords
 from halp.data.dataset import DataError
-from halp.data.fetching import FETCHING_ERRORS, reason_of
-from halp.data.messages import in_one_line, quoted
+from halp.data.fetching import FETCHING_ERRORS, fresh_folder, move_where_nothing_is
+from halp.decoding import TextError, lines_of
+from halp.messages import SAID, quoted, reason_of, shortened
 
 CORPUS, CORPUS_FILES = "corpora/conll2000", ("train.txt", "test.txt")
 TAGSET, TAGSET_FILES = "taggers/universal_tagset", ("en-ptb.map",)
@@ -34,23 +34,12 @@ class _Text(NamedTuple):
     content: bytes
 
     def lines(self) -> Iterator[tuple[str, str]]:
-        """Yield every line without surrounding spaces, after where it is.
-
-        Lines end as they do on any system; a byte-order mark belongs to none of them.
-        """
-        content = self.content.removeprefix(codecs.BOM_UTF8)
-        if content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)):
-            raise DataError(f"{self.place} is UTF-16: save it as UTF-8")
-        for number, line in enumerate(content.splitlines() or [b""], 1):
-            where = f"{self.place}, line {number}"
-            if b"\0" in line:
-                raise DataError(f"{where}: there is a zero byte, so it is no text")
-            try:
-                yield where, line.strip().decode()
-            except UnicodeDecodeError as error:
-                raise DataError(
-                    f"{where}: the byte 0x{line.strip()[error.start]:02x} is not UTF-8"
-                ) from error
+        """Yield every line without surrounding spaces, after where it is."""
+        try:
+            for where, line in lines_of(self.content, self.place):
+                yield where, line.strip()
+        except TextError as error:
+            raise DataError(str(error)) from error
 
 
 def prepare_conll2000(folders: Sequence[Path], download_to: Path) -> TaggedCorpus:
@@ -95,14 +84,15 @@ def _package(
     """Read files of one of nltk's packages, from the first place that has it."""
     import nltk
 
-    for place in (*folders, *(Path(place) for place in nltk.data.path if place)):
+    # In its own folder too, so that nothing is downloaded beside what is there already.
+    for place in (*folders, download_to, *(Path(place) for place in nltk.data.path if place)):
         texts = _texts(place, package, names)
         if texts is not None:
             return texts
     reason = _download(package, download_to)
     texts = _texts(download_to, package, names)
     if texts is None:
-        looked = ", ".join(map(str, folders)) or "no other folder"
+        looked = ", ".join(map(str, dict.fromkeys((*folders, download_to))))
         raise DataError(
             f"{package} is neither where nltk keeps its data nor in {looked}, and could not be "
             f"downloaded: put it into {download_to / package}, or name a folder whose nltk/ or "
@@ -130,7 +120,8 @@ def _texts(place: Path, package: str, names: Sequence[str]) -> list[_Text] | Non
     except FileNotFoundError as error:
         missing = Path(error.filename).name
         raise DataError(
-            f"{folder} lacks {missing}: put it there, or delete the folder so that it is downloaded"
+            f"{folder} lacks {missing}: put it there, or move the folder away so that it is "
+            "downloaded"
         ) from error
     except (OSError, LookupError, RuntimeError, NotImplementedError, zipfile.BadZipFile) as error:
         raise DataError(f"{source} cannot be read: {reason_of(error)}") from error
@@ -138,23 +129,27 @@ def _texts(place: Path, package: str, names: Sequence[str]) -> list[_Text] | Non
 
 
 def _download(package: str, download_to: Path) -> str:
-    """Let nltk download a package; return why that failed, if it did."""
+    """Let nltk download a package, whole or not at all; return why that failed, if it did."""
     import nltk
 
     said = io.StringIO()
     try:
-        with warnings.catch_warnings():
+        with warnings.catch_warnings(), fresh_folder(download_to / package) as fresh:
             warnings.simplefilter("ignore")  # of folders that others may write to
             nltk.download(
                 Path(package).name,
-                download_dir=str(download_to),
+                download_dir=str(fresh),
                 quiet=True,
                 raise_on_error=True,
                 print_error_to=said,
             )
+            for form in (package, f"{package}.zip"):
+                if (fresh / form).exists():
+                    move_where_nothing_is(fresh / form, download_to / form)
+                    break
     except FETCHING_ERRORS as error:
         return reason_of(error)
-    return in_one_line(said.getvalue()) or "no reason given"
+    return shortened(said.getvalue(), SAID) or "no reason given"
 
 
 def _universal_tags(text: _Text) -> dict[str, str]:

@@ -1,13 +1,8 @@
-"""MNIST, or what lies in its place, read from IDX files."""
+"""MNIST, or another data set of that layout, read from the files as published."""
 
 from __future__ import annotations
 
-import contextlib
-import gzip
-import math
-import os
-import tempfile
-import zlib
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy
@@ -15,7 +10,15 @@ import torch
 from torch import Tensor
 
 from halp.data.dataset import DataError, Dataset
-from halp.data.fetching import FETCHING_ERRORS, reason_of, stdout_to_stderr
+from halp.data.fetching import (
+    FETCHING_ERRORS,
+    UNFINISHED,
+    fresh_folder,
+    move_where_nothing_is,
+    stdout_to_stderr,
+)
+from halp.data.idx import idx_files, read_idx
+from halp.messages import reason_of
 
 FILES = (
     "train-images-idx3-ubyte",
@@ -24,126 +27,125 @@ FILES = (
     "t10k-labels-idx1-ubyte",
 )
 N_CLASSES = 10
-#: How an IDX file of bytes begins; the next byte is the number of its dimensions.
-MAGIC = b"\x00\x00\x08"
+SIDE = 28
 
 
 def load_mnist(data_dir: Path | str) -> Dataset:
-    """Load MNIST, downloading it into ``data_dir/mnist`` if none of its files is there.
+    """Load MNIST, downloading it into ``data_dir/mnist`` if it is not there.
 
-    The files need not be the published ones: Fashion-MNIST has the same names and layout. Where a
-    file lies both unpacked and packed (``.gz``), the unpacked one is read. Nothing that is there is
-    written to.
+    Files that are there are read, whatever they hold: those of Fashion-MNIST or KMNIST, which
+    have the same names, are as good. They are never written to, and nothing is downloaded where
+    there are some of them only.
 
     Args:
-        data_dir: folder in which ``mnist/MNIST/raw`` or ``MNIST/raw`` holds the four files.
+        data_dir: folder in which ``mnist/MNIST/raw`` or ``MNIST/raw`` holds the four files, each
+            unpacked or as ``.gz``.
 
     Returns:
-        Inputs float32 of shape (N, 1, 28, 28) in [0, 1], not normalized; labels 0 ... 9. Of MNIST
-        60000 training and 10000 test images in file order.
+        Inputs float32 of shape (N, 1, 28, 28) in [0, 1], not normalized; labels 0 ... 9;
+        of MNIST 60000 training and 10000 test images, in file order.
 
     Raises:
-        DataError: the files are neither there nor to be downloaded, some of them are missing, or
-            they cannot be read.
+        DataError: the files are neither there nor to be downloaded, some of them are missing,
+            damaged or in another place, or they hold something else.
     """
-    raw = _raw_folder(Path(data_dir))
-    train_inputs, train_labels, test_inputs, test_labels = (_read(raw, name) for name in FILES)
+    raw = find_mnist(data_dir) or _download(Path(data_dir))
+    train_inputs, train_labels = _read(raw, "train")
+    test_inputs, test_labels = _read(raw, "t10k")
     return Dataset(
         name="mnist",
-        train_inputs=_inputs(train_inputs, raw / FILES[0]),
-        train_labels=_labels(train_labels, raw / FILES[1]),
-        test_inputs=_inputs(test_inputs, raw / FILES[2]),
-        test_labels=_labels(test_labels, raw / FILES[3]),
+        train_inputs=train_inputs,
+        train_labels=train_labels,
+        test_inputs=test_inputs,
+        test_labels=test_labels,
         n_classes=N_CLASSES,
     )
 
 
-def _raw_folder(data_dir: Path) -> Path:
-    """Return the folder of the files, after downloading them if there are none."""
-    candidates = [folder / "MNIST" / "raw" for folder in (data_dir / "mnist", data_dir)]
-    raw = min(candidates, key=lambda raw: len(_missing(raw)))
-    missing = _missing(raw)
-    if len(missing) == len(FILES):
-        raw = candidates[0]
-        _download(raw, data_dir)
-    elif missing:
+def find_mnist(data_dir: Path | str) -> Path | None:
+    """Return the folder of the files that `load_mnist` reads; None if there are none of them.
+
+    Raises:
+        DataError: the first folder that has any of them has not all.
+    """
+    for raw in _places(Path(data_dir)):
+        missing = [name for name in FILES if not idx_files(raw / name)]
+        if not missing:
+            return raw
+        if len(missing) < len(FILES):
+            raise DataError(
+                f"{raw} holds only some of the files of MNIST, and a download would be mixed with "
+                f"them: put {', '.join(missing)} into it, or move the others away"
+            )
+    return None
+
+
+def _places(data_dir: Path) -> tuple[Path, Path]:
+    return data_dir / "mnist" / "MNIST" / "raw", data_dir / "MNIST" / "raw"
+
+
+def _download(data_dir: Path) -> Path:
+    """Download MNIST whole or not at all; return its folder."""
+    from torchvision.datasets import MNIST
+
+    raw = _places(data_dir)[0]
+    wanted = f"put {', '.join(FILES)} into {raw}"
+    for stray in _strays(data_dir):
         raise DataError(
-            f"{raw} lacks {', '.join(missing)}: put what is missing there, or move away what is "
-            "there so that MNIST is downloaded"
+            f"{stray} is not where the files of MNIST are looked for, and nothing is downloaded "
+            f"beside it: {wanted}, or move it away"
         )
+    if raw.is_dir() and any(raw.iterdir()):
+        raise DataError(
+            f"{raw} has other files than those of MNIST, and nothing is downloaded beside them: "
+            f"{wanted}, or move them away"
+        )
+    try:
+        with fresh_folder(raw) as fresh, stdout_to_stderr():  # where failing mirrors are reported
+            MNIST(str(fresh), download=True)
+            move_where_nothing_is(fresh / "MNIST" / "raw", raw)
+    except FETCHING_ERRORS as error:
+        if (found := find_mnist(data_dir)) is not None:  # another process was faster
+            return found
+        raise DataError(
+            f"MNIST is not in {data_dir} and could not be downloaded: {wanted}, or name the "
+            f"folder that has them with --data-dir or $HALP_DATA (torchvision: {reason_of(error)})"
+        ) from error
     return raw
 
 
-def _missing(raw: Path) -> list[str]:
-    """Those of the four files that lie in ``raw`` neither unpacked nor packed."""
-    return [name for name in FILES if _found(raw, name) is None]
+def _strays(data_dir: Path) -> Iterator[Path]:
+    """Yield files that somebody may mean to be read as MNIST, but which lie elsewhere."""
+    own, other = _places(data_dir)
+    yield from data_dir.glob("*ubyte*")
+    for folder in (own.parents[1], other.parent):
+        for pattern in ("*ubyte*", "processed/*.pt"):  # the latter of torchvision's older versions
+            for file in folder.rglob(pattern):
+                if not any(part.startswith(UNFINISHED) for part in file.parts):
+                    yield file
 
 
-def _found(raw: Path, name: str) -> Path | None:
-    return next((path for path in (raw / name, raw / f"{name}.gz") if path.exists()), None)
-
-
-def _download(raw: Path, data_dir: Path) -> None:
-    """Download into a folder of its own, and move what came to where nothing is yet."""
-    from torchvision.datasets import MNIST
-
-    try:
-        raw.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=".download-", dir=raw) as folder:
-            with stdout_to_stderr():  # torchvision reports failing mirrors there
-                MNIST(folder, download=True)
-            for name in FILES:
-                with contextlib.suppress(FileExistsError):  # somebody else has just downloaded it
-                    os.link(Path(folder) / "MNIST" / "raw" / name, raw / name)
-    except FETCHING_ERRORS as error:
+def _read(raw: Path, part: str) -> tuple[Tensor, Tensor]:
+    """Read images float32 (N, 1, 28, 28) in [0, 1] and N labels."""
+    image_file, label_file = raw / f"{part}-images-idx3-ubyte", raw / f"{part}-labels-idx1-ubyte"
+    images, labels = read_idx(image_file, 3), read_idx(label_file, 1)
+    if images.shape[1:] != (SIDE, SIDE):
         raise DataError(
-            f"MNIST is not in {data_dir} and could not be downloaded: put {', '.join(FILES)} "
-            f"into {raw}, or name the folder that has them with --data-dir or $HALP_DATA "
-            f"(torchvision: {reason_of(error)})"
-        ) from error
-
-
-def _read(raw: Path, name: str) -> numpy.ndarray:
-    """Read one file: an array of bytes.
-
-    IDX (Y. LeCun, yann.lecun.com/exdb/mnist): the magic number, the number of dimensions, each
-    size as four bytes, most significant first, then the elements.
-    """
-    path = _found(raw, name)
-    assert path is not None
-    try:
-        content = path.read_bytes()
-        if path.suffix == ".gz":
-            content = gzip.decompress(content)
-    except (OSError, EOFError, zlib.error) as error:
-        raise DataError(_unreadable(path, reason_of(error))) from error
-    n_dims = int(name.partition("-idx")[2][0])
-    header = 4 + 4 * n_dims
-    if not content.startswith(MAGIC + bytes([n_dims])) or len(content) < header:
-        raise DataError(_unreadable(path, f"it is no IDX file of bytes in {n_dims} dimensions"))
-    shape = numpy.frombuffer(content, ">i4", n_dims, offset=4).tolist()
-    if min(shape) < 0 or len(content) != header + math.prod(shape):
-        raise DataError(
-            _unreadable(path, f"it has {len(content)} bytes, and its header says {tuple(shape)}")
+            f"the images in {image_file} must be of {SIDE} x {SIDE} pixels, "
+            f"not of {images.shape[1]} x {images.shape[2]}"
         )
-    return numpy.frombuffer(content, numpy.uint8, offset=header).reshape(shape)
-
-
-def _unreadable(path: Path, why: str) -> str:
-    return f"{path} cannot be read ({why}): delete or replace it"
-
-
-def _inputs(images: numpy.ndarray, path: Path) -> Tensor:
-    if images.shape[1:] != (28, 28):
-        raise DataError(f"the images in {path} must be of 28 x 28 pixels, not {images.shape[1:]}")
-    return torch.from_numpy(images.copy()).unsqueeze(1).float().div_(255)
-
-
-def _labels(labels: numpy.ndarray, path: Path) -> Tensor:
-    if len(labels) and labels.max() >= N_CLASSES:
+    if len(images) != len(labels):
+        raise DataError(
+            f"{image_file} has {len(images)} images, but {label_file.name} {len(labels)} labels"
+        )
+    if len(images) == 0:
+        raise DataError(f"{image_file} has no images")
+    if labels.max() >= N_CLASSES:
         row = int((labels >= N_CLASSES).argmax())
         raise DataError(
-            f"the labels in {path} must lie in 0 ... {N_CLASSES - 1}, but the one in row {row} is "
-            f"{labels[row]}"
+            f"the labels in {label_file} must lie in 0 ... {N_CLASSES - 1}, "
+            f"but the one in row {row} is {labels[row]}"
         )
-    return torch.from_numpy(labels.astype(numpy.int64))
+    inputs = torch.empty(len(images), 1, SIDE, SIDE)
+    numpy.copyto(inputs.numpy(), images[:, None])
+    return inputs.div_(255), torch.from_numpy(labels.astype(numpy.int64))

@@ -16,8 +16,7 @@ from typing import Any
 import numpy
 
 from halp.data.dataset import DataError
-from halp.data.fetching import reason_of
-from halp.data.messages import quoted
+from halp.messages import quoted, reason_of
 
 
 def load_pickle(file: Path) -> Any:

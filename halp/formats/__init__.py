@@ -8,6 +8,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import ClassVar, TypeAlias, TypeVar
 
+from halp.messages import quoted
+
 
 @dataclass(frozen=True)
 class FloatFormat:
@@ -252,8 +254,8 @@ _REGISTRY: dict[str, Format] = {}
 
 #: Families of formats whose names say all about them: a pattern, and what makes the format.
 _FAMILIES: dict[str, Callable[..., Format]] = {
-    r"e(0|[1-9][0-9]*)m(0|[1-9][0-9]*)": FloatFormat,
-    r"fixed(0|[1-9][0-9]*)": FixedFormat,
+    r"e(0|[1-9][0-9]{0,8})m(0|[1-9][0-9]{0,8})": FloatFormat,
+    r"fixed(0|[1-9][0-9]{0,8})": FixedFormat,
 }
 
 
@@ -265,11 +267,13 @@ def register(format: F) -> F:
         TypeError: ``format`` is no format.
     """
     if not isinstance(format, Format):
-        raise TypeError(f"a format is a FloatFormat, FixedFormat or BlockFormat, not {format!r}")
+        raise TypeError(
+            f"a format is a FloatFormat, FixedFormat or BlockFormat, not {quoted(format)}"
+        )
     known = _REGISTRY.setdefault(format.name, format)
     if known != format:
         raise ValueError(
-            f"a different format named {format.name!r} is registered already: {known!r}"
+            f"a different format named {quoted(format.name)} is registered already: {quoted(known)}"
         )
     return format
 
@@ -288,7 +292,7 @@ def get(name: str | Format) -> Format:
         return name
     if not isinstance(name, str):
         raise TypeError(
-            f"a format is a name, a FloatFormat, a FixedFormat or a BlockFormat, not {name!r}"
+            f"a format is a name, a FloatFormat, a FixedFormat or a BlockFormat, not {quoted(name)}"
         )
     return _REGISTRY[name] if name in _REGISTRY else _of_family(name)
 
@@ -299,8 +303,8 @@ def _of_family(name: str) -> Format:
         if match:
             return make(name, *map(int, match.groups()))
     raise ValueError(
-        f"unknown format {name!r}; known formats: {', '.join(names())}, eXmY (as in e5m7) and "
-        "fixedB (as in fixed8)"
+        f"unknown format {quoted(name)}; known formats: {', '.join(names())}, eXmY (as in e5m7) "
+        "and fixedB (as in fixed8)"
     )
 
 

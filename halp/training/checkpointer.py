@@ -13,13 +13,12 @@ from typing import Any, Protocol
 
 import torch
 
-from halp.data.messages import quoted
+from halp.messages import quoted, reason_of
 from halp.optim.preserve import RandomState, generators_of
 from halp.training.checkpoints import LOADING_ERRORS, CheckpointError
 from halp.training.durable import (
     DamagedError,
     read_sealed,
-    reason,
     remove_unfinished,
     write_sealed,
 )
@@ -98,7 +97,7 @@ class Checkpointer:
     ) -> None:
         for name, number in (("every", every), ("every_epochs", every_epochs)):
             if number is not None and number < 1:
-                raise ValueError(f"{name} must be at least 1 or None, not {number}")
+                raise ValueError(f"{name} must be at least 1 or None, not {quoted(number)}")
         self.folder = None if folder is None else Path(folder)
         self.loader = loader
         self.every = every
@@ -223,7 +222,7 @@ class Checkpointer:
             try:
                 content = read_sealed(path)
             except (DamagedError, OSError) as error:
-                damaged.append(f"{path.name} is damaged ({reason(error)})")
+                damaged.append(f"{path.name} is damaged ({reason_of(error)})")
                 continue
             for line in damaged:
                 self._say(f"{line}: going on from the one before, {path.name}")
@@ -241,7 +240,7 @@ class Checkpointer:
             state = torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
             self.load_state_dict(state)
         except LOADING_ERRORS as error:
-            raise CheckpointError(f"{path} is of another training: {reason(error)}") from error
+            raise CheckpointError(f"{path} is of another training: {reason_of(error)}") from error
         self._saved = (self.epoch, self.batch)
 
     def _save(self, again: bool = False) -> None:
@@ -260,7 +259,7 @@ class Checkpointer:
                 old.unlink()
         except OSError as error:
             raise CheckpointError(
-                f"the checkpoint {path} cannot be written: {reason(error)}"
+                f"the checkpoint {path} cannot be written: {reason_of(error)}"
             ) from error
         self._saved = (self.epoch, self.batch)
 
@@ -366,7 +365,7 @@ def _check_readable(state: Any, name: str) -> None:
     except LOADING_ERRORS as error:
         raise CheckpointError(
             f"the state of {quoted(name)} holds more than tensors and plain values, and could not "
-            f"be read back: {reason(error).split(' In PyTorch')[0]}"
+            f"be read back: {reason_of(error).split(' In PyTorch')[0]}"
         ) from error
 
 

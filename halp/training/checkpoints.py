@@ -16,9 +16,9 @@ from zipfile import BadZipFile, ZipFile
 import torch
 from torch import Tensor, nn
 
-from halp.data.messages import quoted
+from halp.messages import SAID, quoted, reason_of, shortened
 from halp.optim.base import Solver
-from halp.training.durable import reason, remove_unfinished, write_whole
+from halp.training.durable import remove_unfinished, write_whole
 
 VERSION = 1
 """Of what a file holds; a file with a higher one is refused."""
@@ -74,7 +74,7 @@ class Checkpoint:
     def __str__(self) -> str:
         """What it holds and what made it."""
         made = ", ".join(f"{key} {v}" for key, v in self.origin.items() if v is not None)
-        return f"{_described(self.architecture)}, made with {made}"
+        return f"{_described(self.architecture)}, made with {shortened(made, SAID)}"
 
     def check_architecture(self, wanted: Mapping[str, Plain], flags: Mapping[str, str]) -> None:
         """Raise `CheckpointError` where this is of another model than is wanted.
@@ -90,7 +90,8 @@ class Checkpoint:
             remedies = [f"{flags[k]}={there[k]}" for k in differing if k in flags and k in there]
             advice = f": use {' '.join(remedies)}" if remedies else ""
             raise CheckpointError(
-                f"the checkpoint holds a {_described(there)}, but this run has {ours}{advice}"
+                f"the checkpoint holds a {_described(there)}, but this run has "
+                f"{shortened(ours, SAID)}{shortened(advice, SAID)}"
             )
 
     def load_model(self, model: nn.Module) -> None:
@@ -108,7 +109,7 @@ class Checkpoint:
                 raise CheckpointError(
                     f"the checkpoint's tensor {quoted(name)} is not in this model"
                 )
-            _check(tensor, own[name], repr(name))
+            _check(tensor, own[name], quoted(name))
         parameters = dict(model.named_parameters())
         for name, tensor in self.momentum.items():
             if name not in parameters:
@@ -168,7 +169,7 @@ class CheckpointFolder:
                 pass
         except OSError as error:
             raise CheckpointError(
-                f"the folder {self.folder} for checkpoints cannot be written: {error.strerror}"
+                f"the folder {self.folder} for checkpoints cannot be written: {reason_of(error)}"
             ) from error
 
     def write(self, epoch: int, checkpoint: Checkpoint) -> None:
@@ -185,7 +186,7 @@ class CheckpointFolder:
             write_whole(self.path(epoch), file.getbuffer())
         except (OSError, RuntimeError) as error:  # torch's own writer raises the latter
             raise CheckpointError(
-                f"{self.path(epoch)} cannot be written: {reason(error)}"
+                f"{self.path(epoch)} cannot be written: {reason_of(error)}"
             ) from error
 
     def read(self, epoch: int) -> Checkpoint:
@@ -197,7 +198,7 @@ class CheckpointFolder:
         path = self.path(epoch)
         if not path.is_file():
             there = ", ".join(map(str, self.epochs()))
-            choice = f"there are those of {there}" if there else "it has none"
+            choice = f"there are those of {shortened(there)}" if there else "it has none"
             raise CheckpointError(
                 f"{self.folder} has no {self.name} checkpoint of epoch {epoch}: {choice}"
             )
@@ -225,7 +226,7 @@ def _content(path: Path) -> Any:
         with path.open("rb") as file:
             start = file.read(2)
     except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {reason(error)}") from error
+        raise CheckpointError(f"{path} cannot be read: {reason_of(error)}") from error
     if start not in (b"PK", b""):
         raise CheckpointError(_foreign(path))
     try:
@@ -253,8 +254,8 @@ def _checkpoint(content: Any, path: Path) -> Checkpoint:
         raise CheckpointError(_foreign(path))
     if version > VERSION:
         raise CheckpointError(
-            f"{path} is a checkpoint of version {version}, and this halp reads those up to "
-            f"{VERSION}: use the halp that wrote it, or a newer one"
+            f"{path} is a checkpoint of version {shortened(version)}, and this halp reads those up "
+            f"to {VERSION}: use the halp that wrote it, or a newer one"
         )
     parts: dict[str, Any] = {}
     for name in Checkpoint.__dataclass_fields__:
@@ -264,8 +265,8 @@ def _checkpoint(content: Any, path: Path) -> Checkpoint:
         )
         if not whole:
             raise CheckpointError(
-                f"{path} is incomplete: its {quoted(name)} is missing or not what a checkpoint "
-                "holds"
+                f"{path} is incomplete: its {quoted(name)} is missing or not what a "
+                "checkpoint holds"
             )
         parts[name] = part
     return Checkpoint(**parts)
@@ -295,7 +296,7 @@ def _check(tensor: Tensor, own: Tensor, what: str) -> None:
 
 def _described(architecture: Mapping[str, Plain]) -> str:
     parts = [f"{_words(key)} {v}" for key, v in architecture.items() if key != "name"]
-    return f"{architecture.get('name')} ({', '.join(parts)})"
+    return shortened(f"{architecture.get('name')} ({', '.join(parts)})", SAID)
 
 
 def _words(key: str) -> str:

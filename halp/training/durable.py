@@ -126,8 +126,3 @@ def is_locked(folder: Path) -> bool:
             return False
     except BlockingIOError:
         return True
-
-
-def reason(error: Exception) -> str:
-    """Return what went wrong, in one line."""
-    return getattr(error, "strerror", None) or " ".join(str(error).split())

@@ -8,7 +8,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import NamedTuple
 
-from halp.data.messages import quoted
+from halp.messages import quoted
 from halp.training.records import EpochRecord
 
 QUANTITIES = {

@@ -11,7 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from halp.training.durable import is_locked, locked, reason, remove_unfinished, write_whole
+from halp.decoding import TextError, lines_of
+from halp.messages import quoted, reason_of
+from halp.training.durable import is_locked, locked, remove_unfinished, write_whole
 from halp.training.metrics import Measures
 
 
@@ -78,7 +80,7 @@ class RunFolder:
                 self._write_rows()
         except OSError as error:
             raise RecordError(
-                f"the output folder {folder} cannot be written: {reason(error)}"
+                f"the output folder {folder} cannot be written: {reason_of(error)}"
             ) from error
 
     def __enter__(self) -> RunFolder:
@@ -130,13 +132,12 @@ class RunFolder:
         self._write("metrics.jsonl", "".join(f"{record.to_json()}\n" for record in self.records))
 
     def _write(self, name: str, text: str) -> None:
-        path = self.folder / name
-        if path.exists() and path.read_bytes() == text.encode():
-            return
+        path, content = self.folder / name, text.encode()
         try:
-            write_whole(path, text.encode())
+            if not path.exists() or path.read_bytes() != content:
+                write_whole(path, content)
         except OSError as error:
-            raise RecordError(f"{path} cannot be written: {reason(error)}") from error
+            raise RecordError(f"{path} cannot be written: {reason_of(error)}") from error
 
     def _refuse_a_run(self, folder: Path) -> None:
         for name in ("metrics.jsonl", "config.json"):
@@ -167,21 +168,41 @@ def read_config(folder: Path) -> dict[str, Any]:
         RecordError: there is no run in the folder, or its file cannot be read.
     """
     path = folder / "config.json"
-    if not path.is_file():
-        raise RecordError(f"{folder} holds no run: there is no {path.name} in it")
     try:
-        config = json.loads(path.read_text(encoding="utf-8-sig"))
-    except (OSError, ValueError) as error:
-        raise RecordError(f"{path} cannot be read: {reason(error)}") from error
+        config = json.loads(path.read_bytes())  # of any of JSON's encodings, marked or not
+    except (FileNotFoundError, NotADirectoryError) as error:
+        raise RecordError(f"{folder} holds no run: there is no {path.name} in it") from error
+    except (OSError, ValueError, RecursionError) as error:
+        raise RecordError(f"{path} cannot be read: {reason_of(error)}") from error
     if not isinstance(config, dict):
         raise RecordError(f"{path} cannot be read: it is no configuration of a run")
     return config
 
 
 def read_metrics(folder: Path) -> list[EpochRecord]:
-    """Read back a run's rows; null becomes NaN."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8-sig").splitlines()
-    rows: list[dict[str, Any]] = [json.loads(line) for line in lines]
-    for row in rows:
-        row.update({key: math.nan for key, value in row.items() if value is None})
-    return [EpochRecord(**row) for row in rows]
+    """Read back a run's rows; null becomes NaN.
+
+    Raises:
+        RecordError: the file is not there or cannot be read, or a line of it is no row.
+    """
+    path = folder / "metrics.jsonl"
+    try:
+        lines = list(lines_of(path.read_bytes(), str(path)))
+    except TextError as error:
+        raise RecordError(str(error)) from error
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {reason_of(error)}") from error
+    return [_row(line, where) for where, line in lines if line.strip()]
+
+
+def _row(line: str, where: str) -> EpochRecord:
+    names = {field.name for field in dataclasses.fields(EpochRecord)}
+    try:
+        row = json.loads(line)
+    except (ValueError, RecursionError):
+        row = None
+    whole = isinstance(row, dict) and row.keys() == names
+    if not whole or not all(v is None or type(v) in (int, float) for v in row.values()):
+        raise RecordError(f"{where}: a row of a run's metrics must stand here, not {quoted(line)}")
+    numbers: dict[str, Any] = {k: math.nan if v is None else v for k, v in row.items()}
+    return EpochRecord(**numbers)

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from halp.bitcenter import BitCenteredTensor, CacheError
+from halp.messages import quoted
 from halp.optim.base import Solver
 from halp.optim.preserve import preserved
 from halp.precision import Precision, Rounder
@@ -71,7 +72,7 @@ class Watch:
         report: Callable[[str], object] = warnings.warn,
     ) -> None:
         if on_overflow not in ("stop", "warn"):
-            raise ValueError(f'on_overflow must be "stop" or "warn", not {on_overflow!r}')
+            raise ValueError(f'on_overflow must be "stop" or "warn", not {quoted(on_overflow)}')
         self.model = model
         self.optimizer = optimizer
         self.on_overflow = on_overflow

@@ -1,8 +1,10 @@
 """Claims about reading CIFAR-10: with small files of the same layout, and with real images."""
 
+import io
 import pickle
 import subprocess
 import sys
+import tarfile
 from pathlib import Path
 
 import numpy
@@ -236,16 +238,6 @@ def test_real_images_are_those_that_torchvision_reads(halp_data):
     assert (len(data.train_labels), len(data.test_labels)) == (2000, 1000)
 
 
-def test_an_archive_that_is_there_is_neither_overwritten_nor_passed_over(tmp_path, monkeypatch):
-    monkeypatch.setattr(CIFAR10, "__init__", lambda *args, **kwargs: pytest.fail("a download"))
-    archive = tmp_path / "cifar10" / "cifar-10-python.tar.gz"
-    archive.parent.mkdir()
-    archive.write_bytes(b"mine")
-    with pytest.raises(DataError, match="is packed: unpack it there"):
-        load_cifar10(tmp_path)
-    assert archive.read_bytes() == b"mine"
-
-
 @pytest.mark.slow
 def test_the_whole_data_set_has_its_published_counts_and_moments(halp_data, tmp_path):
     script = halp_data / "cifar10-jpeg" / "expand_to_torchvision.py"
@@ -256,3 +248,74 @@ def test_the_whole_data_set_has_its_published_counts_and_moments(halp_data, tmp_
     assert data.train_labels.bincount().tolist() == [5000] * 10
     assert data.test_labels.bincount().tolist() == [1000] * 10
     assert data.train_inputs.double().mean((0, 2, 3)).abs().max() < 0.01
+
+
+# What a user put there.
+
+
+def pack(archive: Path, *names: str, rows: int = 6) -> None:
+    """Write an archive as CIFAR-10's is, of files with that many images."""
+    archive.parent.mkdir(parents=True, exist_ok=True)
+    with tarfile.open(archive, "w:gz") as packed:
+        for name in names:
+            raw = pickle.dumps(cifar_content(rows))
+            member = tarfile.TarInfo(name)
+            member.size = len(raw)
+            packed.addfile(member, io.BytesIO(raw))
+
+
+@pytest.fixture
+def no_download(monkeypatch):
+    monkeypatch.setattr(CIFAR10, "__init__", lambda *args, **kwargs: pytest.fail("a download"))
+
+
+def everything(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
+@pytest.mark.parametrize("place", ["cifar10", "."])
+def test_an_archive_is_unpacked_whatever_its_checksum_and_stays(tmp_path, no_download, place):
+    archive = tmp_path / place / "cifar-10-python.tar.gz"
+    names = [f"{FOLDER}/{name}" for name in ("data_batch_1", "test_batch", "readme.html")]
+    pack(archive, *names, "../data_batch_2", "/data_batch_3")
+    before = archive.read_bytes()
+    assert load_cifar10(tmp_path).train_labels.tolist() == cifar_content(6)["labels"]
+    assert archive.read_bytes() == before
+    there = {path.relative_to(archive.parent) for path in everything(tmp_path)}
+    assert there == {Path(archive.name), Path(names[0]), Path(names[1])}
+
+
+@pytest.mark.parametrize("damage", [lambda raw: raw[: len(raw) // 2], lambda raw: b"no archive"])
+def test_a_damaged_archive_is_refused_named_and_kept(tmp_path, no_download, damage):
+    archive = tmp_path / "cifar10" / "cifar-10-python.tar.gz"
+    pack(archive, f"{FOLDER}/data_batch_1", f"{FOLDER}/test_batch")
+    archive.write_bytes(damage(archive.read_bytes()))
+    before = everything(tmp_path)
+    assert f"{archive} cannot be unpacked: delete or replace it" in refusal(tmp_path)
+    assert everything(tmp_path) == before
+
+
+def test_an_archive_of_something_else_is_refused(tmp_path, no_download):
+    pack(tmp_path / "cifar-10-python.tar.gz", "cifar-100-python/train")
+    assert f"it has no file of {FOLDER}" in refusal(tmp_path)
+
+
+@pytest.mark.parametrize("place", ["cifar10", "."])
+def test_files_beside_the_folder_are_not_passed_over_for_a_download(tmp_path, no_download, place):
+    write(tmp_path / place / "test_batch", cifar_content(3))
+    assert f"{tmp_path / place / 'test_batch'} is not where the files of" in refusal(tmp_path)
+
+
+def test_the_first_folder_that_has_any_of_the_files_is_not_passed_over(tmp_path, files):
+    write(tmp_path / "cifar10" / FOLDER / "data_batch_1", cifar_content(2))
+    assert f"{tmp_path / 'cifar10' / FOLDER} lacks test_batch" in refusal(tmp_path)
+
+
+def test_a_download_that_fails_halfway_leaves_nothing(tmp_path, monkeypatch):
+    def fail(self, root, download):
+        write(Path(root) / FOLDER / "test_batch", cifar_content(3))
+        raise RuntimeError("File not found or corrupted.")
+
+    monkeypatch.setattr(CIFAR10, "__init__", fail)
+    assert "could not be downloaded" in refusal(tmp_path)
+    assert list(tmp_path.iterdir()) == []

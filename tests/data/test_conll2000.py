@@ -187,3 +187,34 @@ def test_labels_that_count_are_the_tokens(tmp_path):
     data = load_conll2000(tmp_path)
     assert (units(data.train_labels), units(data.test_labels)) == (4, 4)
     assert ((data.train_inputs == 0) == (data.train_labels == IGNORED)).all()
+
+
+def test_another_corpus_is_not_overwritten(tmp_path):
+    shorter = dataclasses.replace(CORPUS, test=CORPUS.train)
+    before = write_corpus(shorter, tmp_path).read_bytes()
+    with pytest.raises(DataError, match=r"conll2000.npz is there already, holds another corpus"):
+        write_corpus(CORPUS, tmp_path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [before]
+
+
+def test_the_same_corpus_stays_as_it_is(tmp_path):
+    file = write_corpus(CORPUS, tmp_path)
+    with numpy.load(file) as arrays:
+        numpy.savez(file.with_suffix(""), **arrays)  # as another version may have packed it
+    before = file.read_bytes()
+    assert write_corpus(CORPUS, tmp_path) == file
+    assert [path.read_bytes() for path in tmp_path.iterdir()] == [before]
+
+
+@pytest.mark.parametrize("content", [b"", b"a user's own"])
+def test_something_else_under_its_name_is_not_overwritten(tmp_path, content):
+    (tmp_path / FILE).write_bytes(content)
+    with pytest.raises(DataError, match=r"no prepared CoNLL-2000: move it away and write it anew"):
+        write_corpus(CORPUS, tmp_path)
+    assert [file.read_bytes() for file in tmp_path.iterdir()] == [content]
+
+
+def test_a_file_in_the_place_of_the_folder_is_the_reason_that_is_given(tmp_path):
+    (tmp_path / "taken").write_text("")
+    with pytest.raises(DataError, match=r"cannot be written, name another folder with --output"):
+        write_corpus(CORPUS, tmp_path / "taken")

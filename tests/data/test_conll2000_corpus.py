@@ -198,13 +198,95 @@ def test_the_real_corpus_has_the_words_and_tags_that_nltk_reads(halp_data, monke
     assert len(corpus.vocabulary) == len(known) + 2
 
 
-# Texts from other systems.
+# Text from elsewhere.
 
-BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+BOM = b"\xef\xbb\xbf"
+
+
+@pytest.mark.parametrize("name", ["train", "test", "tags"])
+@pytest.mark.parametrize(
+    "encode",
+    [
+        lambda text: BOM + text.encode(),
+        lambda text: text.encode("utf-16"),
+        lambda text: text.replace("\n", "\r").encode(),
+        lambda text: text.replace("\n", "\r\r\n").encode(),
+        lambda text: text.rstrip("\n").encode(),
+    ],
+    ids=["byte-order mark", "UTF-16", "CR", "CR CR LF", "no final line end"],
+)
+def test_how_a_file_was_saved_changes_no_index(prepared, name, encode):
+    files = {"train": TRAIN, "test": "The DT B-NP\npounds NNS B-NP\n\nin IN O\n", "tags": MAP}
+    expected = prepared(**files)
+    corpus = prepared(**files | {name: encode(files[name])})
+    assert corpus.vocabulary.tolist() == expected.vocabulary.tolist()
+    for part, known in ((corpus.train, expected.train), (corpus.test, expected.test)):
+        assert part.words.tolist() == known.words.tolist()
+        assert part.tags.tolist() == known.tags.tolist()
+        assert part.lengths.tolist() == known.lengths.tolist()
+
+
+def test_a_byte_order_mark_in_a_zip_file_is_no_part_of_the_first_word(prepared, tmp_path):
+    prepared(train=BOM + 2 * b"the DT B-NP\n", test=BOM + b"the DT B-NP\n")
+    zip_packages(tmp_path / "nltk")
+    corpus = prepare_conll2000([tmp_path / "nltk"], tmp_path / "downloads")
+    assert corpus.vocabulary.tolist() == ["<pad>", "<unk>", "the"]
+    assert corpus.test.words.tolist() == [2]
+
+
+@pytest.mark.parametrize("content", [b"in IN B-PP\x00\n", "in IN B-PP\n".encode("utf-16-le")])
+def test_a_nul_character_is_refused_with_its_file_and_line(prepared, content):
+    assert "test.txt, line 1: there is a NUL character" in refusal(prepared, test=content)
+
+
+@pytest.mark.parametrize(
+    "files", [{"train": "x " * 10**5}, {"train": f"a {'T' * 10**5} c"}, {"tags": "x " * 10**5}]
+)
+def test_a_refused_line_is_not_quoted_at_length(prepared, files):
+    message = refusal(prepared, **files)
+    assert len(message) < 600
+    assert " characters)" in message
+
+
+# What a user put there.
+
+
+def test_what_lies_where_downloads_go_is_read(tmp_path, no_network):
+    write_corpus_files(tmp_path / "downloads")
+    assert prepare_conll2000([], tmp_path / "downloads").train.lengths.tolist() == [5, 3]
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_download_replaces_nothing_that_appears_meanwhile(
+    tmp_path, no_network, monkeypatch, packed
+):
+    place = tmp_path / "downloads"
+
+    def download(package, download_dir, **kwargs):
+        write_corpus_files(Path(download_dir))
+        write_corpus_files(place, train="mine NN B-NP\n")
+        if packed:
+            zip_packages(Path(download_dir))
+
+    monkeypatch.setattr(nltk, "download", download)
+    corpus = prepare_conll2000([], place)
+    assert corpus.train.lengths.tolist() == [1]
+    assert (place / "corpora/conll2000/train.txt").read_text() == "mine NN B-NP\n"
+
+
+def test_a_download_that_fails_halfway_leaves_nothing(tmp_path, no_network, monkeypatch):
+    def download(package, download_dir, **kwargs):
+        write_corpus_files(Path(download_dir))
+        raise ValueError("connection lost")
+
+    monkeypatch.setattr(nltk, "download", download)
+    with pytest.raises(DataError, match="connection lost"):
+        prepare_conll2000([], tmp_path / "downloads")
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.parametrize("end", ["\n", "\r\n", "\r"], ids=repr)
-@pytest.mark.parametrize("mark", [b"", BYTE_ORDER_MARK], ids=["plain", "byte_order_mark"])
+@pytest.mark.parametrize("mark", [b"", BOM], ids=["plain", "byte-order mark"])
 def test_marks_and_line_ends_of_any_system_change_nothing(prepared, mark, end):
     def written(text: str) -> bytes:
         return mark + text.rstrip("\n").replace("\n", end).encode()
@@ -221,13 +303,12 @@ def test_marks_and_line_ends_of_any_system_change_nothing(prepared, mark, end):
 @pytest.mark.parametrize(
     "content, reason",
     [
-        (TRAIN.encode("utf-16"), r"train\.txt is UTF-16: save it as UTF-8"),
-        (b"the DT B-NP\n\0\0\n", r"train\.txt, line 2: there is a zero byte"),
+        (b"the DT B-NP\n\0\0\n", r"train\.txt, line 2: there is a NUL character"),
         ("caf\xe9 NN B-NP\n".encode("latin-1"), r"train\.txt, line 1: the byte 0xe9 is not UTF-8"),
-        (b"x" * 300_000, r"train\.txt, line 1: a word, its tag .* \(300002 characters\)"),
+        (b"x" * 300_000, r"train\.txt, line 1: a word, its tag .* \(300000 characters\)"),
         (b"a " + b"N" * 300_000 + b" B-NP", r"line 1: 'NNN.* is no tag of the Penn Treebank"),
     ],
-    ids=["utf-16", "zero", "latin-1", "long line", "long tag"],
+    ids=["zero", "latin-1", "long line", "long tag"],
 )
 def test_what_is_no_such_text_is_refused_in_a_short_sentence(prepared, content, reason):
     with pytest.raises(DataError, match=reason) as refused:

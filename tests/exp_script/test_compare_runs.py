@@ -55,7 +55,7 @@ def test_wrong_use_is_a_sentence(tmp_path, capsys, argv, reason):
 def test_a_folder_with_earlier_runs_is_refused(tmp_path, capsys):
     argv = [*SMALL, f"--output={tmp_path}", "--solvers", "sgd"]
     assert main(argv) == 0
-    assert main(argv) == 2
+    assert main([*argv, f"--figure={tmp_path / 'another.png'}"]) == 2
     assert "already holds a run" in capsys.readouterr().err
 
 
@@ -70,3 +70,14 @@ def test_the_demo_shows_what_the_readme_says(tmp_path):
     assert 1e-4 < final["lp-svrg"].grad_norm < 1e-2
     assert final["lp-sgd"].grad_norm > 1e-3
     assert final["bc-svrg"].train_loss == pytest.approx(0.7422233385, abs=1e-10)
+
+
+@pytest.mark.parametrize(
+    "flags, name", [([], "convergence.png"), (["--figure={}/my.jpg"], "my.jpg")]
+)
+def test_a_figure_takes_no_other_files_place(tmp_path, capsys, flags, name):
+    (tmp_path / name).write_text("mine")
+    flags = [flag.format(tmp_path) for flag in flags]
+    assert main([*SMALL, f"--output={tmp_path}", "--solvers", "sgd", *flags]) == 2
+    assert f"{name} exists already and is not overwritten" in capsys.readouterr().err
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]

@@ -5,11 +5,13 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
 import reproduce_paper
+from flags import UsageError
 from paper_claims import Claim
 from paper_experiments import EXPERIMENTS
 from paper_problems import LeastSquares, digits, has_mnist
@@ -165,3 +167,47 @@ def test_only_names_what_is_run_in_the_order_of_the_table(monkeypatch):
     asked = without_runs(monkeypatch, {})
     assert main(["--only", "d", "b"]) == 0
     assert list(asked) == ["b", "d"]
+
+
+# What a user put there.
+
+
+@pytest.fixture
+def one_claim(monkeypatch):
+    """Experiment b alone, with a claim that needs no runs."""
+
+    def experiment(*arguments) -> SimpleNamespace:
+        return SimpleNamespace(
+            title="none",
+            file_name="none",
+            panels=1,
+            runs=dict,
+            claims=lambda outcomes: [Claim("so", "this", True)],
+            draw=lambda figure, outcomes: None,
+        )
+
+    monkeypatch.setattr(reproduce_paper, "EXPERIMENTS", {"b": experiment})
+    monkeypatch.setattr(reproduce_paper, "_carry_out", lambda runs: {})
+    monkeypatch.setattr(reproduce_paper, "write_figure", lambda path, *_: path.write_text("drawn"))
+
+
+@pytest.mark.parametrize("name", ["table.md", "results.json", "b_none.png"])
+def test_results_take_no_other_files_place(tmp_path, monkeypatch, capsys, one_claim, name):
+    (tmp_path / name).write_text("mine")
+    experiments = {"b": reproduce_paper.EXPERIMENTS["b"]()}
+    with pytest.raises(UsageError, match=f"{name} exists already and is not overwritten"):
+        reproduce_paper.reproduce(experiments, tmp_path)
+    assert [(path.name, path.read_text()) for path in tmp_path.iterdir()] == [(name, "mine")]
+
+
+def test_results_take_the_place_of_earlier_ones(tmp_path, monkeypatch, capsys, one_claim):
+    experiments = {"b": reproduce_paper.EXPERIMENTS["b"]()}
+    reproduce_paper.reproduce(experiments, tmp_path)
+    (tmp_path / "b_none.png").write_text("earlier")
+    reproduce_paper.reproduce(experiments, tmp_path)
+    assert (tmp_path / "b_none.png").read_text() == "drawn"
+    assert sorted(path.name for path in tmp_path.iterdir()) == [
+        "b_none.png",
+        "results.json",
+        "table.md",
+    ]

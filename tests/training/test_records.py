@@ -5,7 +5,7 @@ import math
 
 import pytest
 
-from halp.training import EpochRecord, RecordError, RunFolder, read_metrics
+from halp.training import EpochRecord, RecordError, RunFolder, read_config, read_metrics
 
 KEYS = ["epoch", "train_loss", "grad_norm", "test_loss", "test_accuracy", "seconds"]
 
@@ -72,3 +72,76 @@ def test_a_folder_that_cannot_be_made_is_refused_in_a_sentence(tmp_path):
     (tmp_path / "file").write_text("")
     with pytest.raises(RecordError, match=r"output folder .*file/run cannot be written: Not a dir"):
         RunFolder(tmp_path / "file" / "run", {})
+
+
+# Files that were edited, or saved by something else.
+
+ENCODINGS = ["utf-8-sig", "utf-16", "utf-32"]
+
+
+@pytest.mark.parametrize("encoding", ENCODINGS)
+def test_a_byte_order_mark_changes_no_configuration_and_no_row(tmp_path, encoding):
+    with RunFolder(tmp_path, {"seed": 1}) as folder:
+        folder.write(record(0))
+        folder.write(record(1))
+    for name in ("config.json", "metrics.jsonl"):
+        text = (tmp_path / name).read_text(encoding="utf-8")
+        (tmp_path / name).write_bytes(text.replace("\n", "\r\n").encode(encoding))
+    assert read_config(tmp_path) == {"seed": 1}
+    assert read_metrics(tmp_path) == [record(0), record(1)]
+
+
+@pytest.mark.parametrize("end", ["\r", "\r\n"])
+def test_rows_may_end_in_any_way_and_the_last_one_in_none(tmp_path, end):
+    rows = [record(0), record(1)]
+    (tmp_path / "metrics.jsonl").write_text(end.join(row.to_json() for row in rows), newline="")
+    assert read_metrics(tmp_path) == rows
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "x" * 300_000,
+        "[" * 300_000,
+        "3",
+        '{"epoch": 1}',
+        record().to_json().replace("0.5", '"half"'),
+        record().to_json().replace('"epoch"', '"batch"'),
+    ],
+    ids=len,
+)
+def test_a_line_that_is_no_row_is_named_and_not_quoted_at_length(tmp_path, line):
+    (tmp_path / "metrics.jsonl").write_text(f"{record().to_json()}\n{line}\n")
+    with pytest.raises(RecordError) as refused:
+        read_metrics(tmp_path)
+    message = str(refused.value)
+    assert message.startswith(f"{tmp_path / 'metrics.jsonl'}, line 2: a row of a run's metrics")
+    assert len(message) < 500
+
+
+def test_rows_of_another_encoding_are_refused_with_their_line(tmp_path):
+    (tmp_path / "metrics.jsonl").write_bytes(record().to_json().encode() + b"\n\xe9\n")
+    with pytest.raises(RecordError, match="line 2: the byte 0xe9 is not UTF-8"):
+        read_metrics(tmp_path)
+
+
+def test_rows_that_are_not_there_are_a_sentence(tmp_path):
+    with pytest.raises(RecordError, match=r"metrics.jsonl cannot be read: No such file"):
+        read_metrics(tmp_path)
+
+
+@pytest.mark.parametrize("content", [b"\xe9", b"[" * 300_000, b'{"a": ' + b"x" * 300_000])
+def test_a_configuration_that_cannot_be_read_is_refused_in_a_short_sentence(tmp_path, content):
+    (tmp_path / "config.json").write_bytes(content)
+    with pytest.raises(RecordError, match="config.json cannot be read: ") as refused:
+        read_config(tmp_path)
+    assert len(str(refused.value)) < 700
+
+
+def test_a_run_goes_on_whatever_its_rows_were_saved_as(tmp_path):
+    with RunFolder(tmp_path, {}) as folder:
+        folder.write(record(0))
+    (tmp_path / "metrics.jsonl").write_bytes("\ufeffcaf\xe9".encode("utf-16"))
+    with RunFolder(tmp_path, None) as folder:
+        folder.write(record(1))
+    assert read_metrics(tmp_path) == [record(1)]

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 
 from halp.data import load_conll2000, units
+from halp.data.conll2000 import write_corpus
+from halp.data.conll2000_corpus import prepare_conll2000
 from tests.data.corpora import write_corpus_files
 
 REPOSITORY = Path(__file__).parents[2]
@@ -87,3 +89,15 @@ def test_the_real_corpus_has_its_published_counts(halp_data, tmp_path):
     assert (len(data.train_labels), len(data.test_labels)) == (8936, 2012)
     assert (units(data.train_labels), units(data.test_labels)) == (211727, 47377)
     assert (data.n_classes, data.n_words) == (12, 6762)
+
+
+def test_another_prepared_corpus_is_not_overwritten(tmp_path):
+    nltk = tmp_path / "nltk"
+    write_corpus_files(nltk)
+    prepared = write_corpus(prepare_conll2000([nltk], nltk), tmp_path / "conll2000")
+    before = prepared.read_bytes()
+    write_corpus_files(nltk, train=2 * "the DT B-NP\n")
+    done = run("--data-dir", tmp_path, cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert f"{prepared} is there already, holds another corpus" in done.stderr
+    assert prepared.read_bytes() == before
