@@ -17,6 +17,7 @@ from halp.fingerprints import checksum
 from halp.formats import Format
 from halp.grid import CARRIERS, RandomBits, Rounding
 from halp.memory import Content, in_memory, in_order
+from halp.messages import quoted
 from halp.random_bits import Key, is_traced, random_bits, stream_key
 from halp.recomputation import regions_under_way, repeat_in, repeats_every_operation
 from halp.rounding import Scale, check_rounding, check_scale, in_range, round_to_format
@@ -46,7 +47,7 @@ class Precision:
         check_rounding(self.rounding, self.overflow)
         check_scale(self.scale)
         if not isinstance(self.seed, int):
-            raise TypeError(f"seed must be an int, not {self.seed!r}")
+            raise TypeError(f"seed must be an int, not {quoted(self.seed)}")
 
     def __str__(self) -> str:
         """The format, and what is not the default."""

@@ -22,6 +22,7 @@ from halp.bitcenter.tensor import BitCenteredTensor
 from halp.bitcenter.writes import assign
 from halp.formats import Format
 from halp.memory import Content
+from halp.messages import quoted
 from halp.precision import Precision
 from halp.recurrent import unfuse
 from halp.rounding import Scale
@@ -75,11 +76,13 @@ def bit_center(
     """
     precision = Precision(format, rounding, scale, seed=seed)  # type: ignore[arg-type]
     if offsets not in ("on-site", "cached"):
-        raise ValueError(f'offsets must be "on-site" or "cached", not {offsets!r}')
+        raise ValueError(f'offsets must be "on-site" or "cached", not {quoted(offsets)}')
     if offset_cache_dir is not None and offsets != "cached":
-        raise ValueError(f'offset_cache_dir is for offsets="cached", not for offsets={offsets!r}')
+        raise ValueError(
+            f'offset_cache_dir is for offsets="cached", not for offsets={quoted(offsets)}'
+        )
     if arithmetic not in ("auto", "emulated"):
-        raise ValueError(f'arithmetic must be "auto" or "emulated", not {arithmetic!r}')
+        raise ValueError(f'arithmetic must be "auto" or "emulated", not {quoted(arithmetic)}')
     if offset_dtype is not None and offset_dtype not in _WIDE:
         raise ValueError(f"offset_dtype must be torch.float32 or torch.float64, not {offset_dtype}")
     _refuse_several_processes(model)

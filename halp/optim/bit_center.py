@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from halp.formats import FixedFormat
+from halp.messages import quoted
 from halp.optim.centered import BitCenterSolver
 from halp.optim.shared import Shared
 
@@ -105,7 +106,7 @@ class BitCenterSVRG(BitCenterSolver):
     ) -> None:
         for name, number in (("max_norm", max_norm), ("mu", mu)):
             if number is not None and not 0 < number < float("inf"):
-                raise ValueError(f"{name} must be positive or None, not {number!r}")
+                raise ValueError(f"{name} must be positive or None, not {quoted(number)}")
         self.max_norm = max_norm
         self.mu = mu
         super().__init__(*args, **options)

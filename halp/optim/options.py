@@ -6,6 +6,8 @@ from typing import Any
 
 from torch import Tensor
 
+from halp.messages import quoted
+
 #: Options that every group has.
 REQUIRED = ("lr", "momentum", "weight_decay")
 
@@ -27,20 +29,20 @@ def check_options(solver: str, group: dict[str, Any], of_the_solver: Iterable[st
     for name in FOREIGN:
         if group.get(name):
             raise ValueError(
-                f"{solver} has no {name}, and a parameter group has {name}={group[name]!r}: leave "
-                "it out or set it to 0 or False, or use torch.optim"
+                f"{solver} has no {name}, and a parameter group has {name}={quoted(group[name])}: "
+                "leave it out or set it to 0 or False, or use torch.optim"
             )
     for name in of_the_solver:
         if name in group:
             raise ValueError(
-                f"{name}={group[name]!r} is in a parameter group, but it is an option of the whole "
-                f"solver: pass it to {solver}(...), or make two solvers"
+                f"{name}={quoted(group[name])} is in a parameter group, but it is an option of the "
+                f"whole solver: pass it to {solver}(...), or make two solvers"
             )
 
 
 def check_not_negative(name: str, number: float | Tensor) -> None:
     """Raise TypeError or ValueError unless an option is 0 or a positive number."""
     if not isinstance(number, int | float | Tensor) or isinstance(number, bool):
-        raise TypeError(f"{name} must be a number, not {number!r}")
+        raise TypeError(f"{name} must be a number, not {quoted(number)}")
     if not (number >= 0 and math.isfinite(number)):
-        raise ValueError(f"{name} must be 0 or a positive number, not {number!r}")
+        raise ValueError(f"{name} must be 0 or a positive number, not {quoted(number)}")

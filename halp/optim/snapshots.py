@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from halp.bitcenter import value
+from halp.messages import quoted
 from halp.optim.base import Solver, check_loss
 from halp.optim.loaders import (
     check_finite,
@@ -58,7 +59,7 @@ class SnapshotSolver(Solver):
         **options: Any,
     ) -> None:
         if not isinstance(T, int) or isinstance(T, bool) or T < 1:
-            raise ValueError(f"T must be a positive number of steps, not {T!r}")
+            raise ValueError(f"T must be a positive number of steps, not {quoted(T)}")
         self.T = T
         self.buffers = buffers
         super().__init__(params, lr, momentum, weight_decay, **options)
