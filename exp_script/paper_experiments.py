@@ -17,6 +17,14 @@ from paper_claims import Claim, Outcomes, follows_svrg, goes_below
 from paper_problems import LeastSquares, digits, ill_conditioned, mnist
 from paper_runs import MU, Outcome, Run, halp_fixed, low_precision
 
+QUICK_CYCLES = 8
+"""Of the quick runs on least squares, most of which have parts in several experiments.
+
+Rounding noise and samples move what is measured after so many cycles by a factor of three from
+seed to seed. SVRG then is at a four-hundredth of LP-SVRG's floor in 8 bits or lower, and LP-SVRG
+in 12 bits has been at its own for half of the time. After six cycles neither was so.
+"""
+
 
 class Experiment(ABC):
     """Runs by key, the claims that they decide, and a figure.
@@ -61,7 +69,7 @@ class Solvers(Experiment):
 
     def runs(self) -> dict[Hashable, Run]:
         """By label."""
-        problem, cycles = self.least_squares(), 6 if self.quick else 20
+        problem, cycles = self.least_squares(), QUICK_CYCLES if self.quick else 20
         runs = [Run(problem, "svrg", cycles)]
         if not self.quick:
             runs.append(Run(problem, "sgd", cycles))
@@ -102,9 +110,19 @@ class Floor(Experiment):
     title = "LP-SVRG's floor against bits"
     file_name = "floor"
 
+    @property
+    def margin(self) -> float:
+        """What the slope may be off by.
+
+        A floor is a mean of few random ‖∇f‖. Over twelve seeds the slope's standard deviation is
+        0.06 with two formats and QUICK_CYCLES; a floor that went with the step's square root would
+        have −0.5. Five formats and longer runs leave less to chance.
+        """
+        return 0.25 if self.quick else 0.1
+
     def runs(self) -> dict[Hashable, Run]:
         """By number of bits."""
-        bits, cycles = ((8, 12), 6) if self.quick else ((8, 10, 12, 14, 16), 20)
+        bits, cycles = ((8, 12), QUICK_CYCLES) if self.quick else ((8, 10, 12, 14, 16), 20)
         return {b: low_precision(self.least_squares(), "lp-svrg", cycles, b) for b in bits}
 
     def claims(self, outcomes: Outcomes) -> list[Claim]:
@@ -114,7 +132,7 @@ class Floor(Experiment):
             Claim(
                 "LP-SVRG ends at a floor in proportion to its format's step: one bit a bit",
                 f"log2 of the floor against bits: slope {slope:.2f}",
-                abs(slope + 1) <= 0.1,
+                abs(slope + 1) <= self.margin,
             )
         ]
 
@@ -226,9 +244,10 @@ class Mu(Experiment):
 
     def runs(self) -> dict[Hashable, Run]:
         """By μ."""
-        mus, cycles = (
-            ((0.03, 0.3, 3.0), 6) if self.quick else ((0.01, 0.03, 0.1, 0.3, 1, 3, 10), 10)
-        )
+        mus: tuple[float, ...] = (0.03, 0.3, 3)
+        cycles = QUICK_CYCLES
+        if not self.quick:
+            mus, cycles = (0.01, 0.03, 0.1, 0.3, 1, 3, 10), 10
         return {mu: halp_fixed(self.least_squares(), cycles, 8, mu=mu) for mu in mus}
 
     def claims(self, outcomes: Outcomes) -> list[Claim]:
@@ -267,7 +286,7 @@ class SoftmaxRegression(Experiment):
 
     def runs(self) -> dict[Hashable, Run]:
         """By data set and label."""
-        problems = [(digits(self.seed), 4 if self.quick else 12)]
+        problems = [(digits(self.seed), 6 if self.quick else 12)]
         if self.data_dir is not None and not self.quick:
             problems.append((mnist(self.seed, self.data_dir), 6))
         runs: dict[Hashable, Run] = {}
@@ -314,7 +333,7 @@ class Formats(Experiment):
             for scaled in (True, False):
                 mu = MU if scaled and name.startswith("fixed") else None
                 scale = "auto" if scaled else None
-                cycles = (6 if scaled else 1) if self.quick else 20
+                cycles = (QUICK_CYCLES if scaled else 1) if self.quick else 20
                 problem = self.least_squares()
                 runs[name, scaled] = Run(problem, "bc-svrg", cycles, name, scale, mu, rounding)
         return runs
